@@ -19,8 +19,7 @@ from coreml_delegate.targets import ComputeUnit
 class Precision(enum.Enum):
     """The floating-point type that a fast engine computes in.
 
-    An engine that computes at the program's own dtypes takes ``F32`` only, which asks for nothing
-    less than the program declares.
+    An engine that computes in the program's own dtypes accepts only ``F32``, which is the default.
     """
 
     F32 = "f32"
@@ -32,24 +31,24 @@ class EngineOptions:
     """How to execute.
 
     Attributes:
-        threads: CPU threads of a call, or None for the engine's default. With 1, calls of several
-            threads compute side by side on the openvino engine.
+        threads: CPU threads of a call, or None for the engine's default. With 1, the openvino
+            engine runs concurrent calls in parallel.
         precision: A ``Precision`` or its value, ``"f32"`` or ``"bf16"``.
-        exact_nan: Whether NaN has to pass through every op, even where a fast engine's kernels lose
-            it and have to be replaced by slower ones.
+        exact_nan: Whether every op propagates NaN, even where the kernels of a fast engine lose it
+            and have to be replaced by slower kernels.
         profiling: Whether ops are timed, which takes some time itself; see
             ``CompiledFunction.run_profiled``.
-        cache: Where compiled programs are kept between processes, or None to keep none. By default
-            read from the environment; see ``CacheOptions.from_environment``.
+        cache: Where compiled programs are cached between processes, or None for no cache. By
+            default read from the environment; see ``CacheOptions.from_environment``.
         compute_unit: Where the coreml engine may run a program: a ``ComputeUnit`` or its value, or
-            None for what the program was exported for.
-        dynamic_quantization: Whether the openvino engine may round activations to 8 bits, with a
-            scale for every 32 of them that each call computes, where they meet weights that are
-            compressed to integers of 4 or 8 bits.
+            None for the compute unit that the program was exported for.
+        dynamic_quantization: Whether the openvino engine may round activations to 8 bits where they
+            are multiplied by weights compressed to integers of 4 or 8 bits. Each call computes a
+            scale for every 32 activations.
 
     Raises:
-        OptionError: No such precision or compute unit, fewer threads than one, or a value of the
-            environment variable that is not understood.
+        OptionError: No such precision or compute unit, fewer threads than one, or an invalid value
+            of the environment variable.
     """
 
     threads: int | None = None
@@ -71,9 +70,9 @@ class EngineOptions:
 
     @property
     def numerics_option(self) -> str | None:
-        """The option that changes the program's numerics, as ``name=value``; None if none is set.
+        """The option that changes the program's numerics, as ``name=value``; None by default.
 
-        ``precision`` and ``dynamic_quantization`` do. Only the openvino engine takes them.
+        These are ``precision`` and ``dynamic_quantization``, which only the openvino engine has.
         """
         if self.precision is not Precision.F32:
             return f"precision={Precision(self.precision).value!r}"
@@ -83,7 +82,7 @@ class EngineOptions:
         """Raise an error if an option changes the program's numerics.
 
         Args:
-            engine: Name of the engine that takes no such option, for the message.
+            engine: Name of an engine without such options, for the message.
 
         Raises:
             OptionError: ``numerics_option`` is set.
@@ -97,7 +96,7 @@ class EngineOptions:
 
 
 def _member(kind: type[enum.Enum], value: object) -> enum.Enum:
-    """Return the member of an option's enum that ``value`` is, or is the value of."""
+    """Return the member of the enum ``kind`` for ``value``, a member or the value of a member."""
     try:
         return kind(value)
     except ValueError:
@@ -129,12 +128,12 @@ class State(Protocol):
                 dtypes of the same kind.
 
         Raises:
-            InputError: The names differ, or a shape or kind of dtype; then nothing is replaced.
+            InputError: A name, shape or kind of dtype differs; then nothing is replaced.
         """
         ...
 
     def reset(self) -> None:
-        """Set every state tensor to zero, its first value."""
+        """Set every state tensor to zero, its initial value."""
         ...
 
     def write(self, name: str, value: Array) -> None:
@@ -142,7 +141,7 @@ class State(Protocol):
 
         Args:
             name: Feature name.
-            value: Array of the tensor's shape; a dtype of the same kind is cast.
+            value: Array of the tensor's shape, cast from any dtype of the same kind.
 
         Raises:
             InputError: No such state tensor, or the shape or the kind of dtype differs.
@@ -155,10 +154,10 @@ class KernelTime:
     """The time of one kernel in a run.
 
     Attributes:
-        ops: Positions, among the ops of the function's block, of those that it computed: several if
-            they are fused, none for work of the engine that belongs to no op.
-        nanoseconds: Its time.
-        kernel: The engine's name of it.
+        ops: Indices, in the function's block, of the ops that the kernel computes: several if they
+            are fused, empty for work of the engine that belongs to no op.
+        nanoseconds: Duration.
+        kernel: The engine's name of the kernel.
         is_mean: Whether the time is the mean of the runs so far.
     """
 
@@ -169,13 +168,14 @@ class KernelTime:
 
 
 class CompiledFunction(Protocol):
-    """One function, ready to run. Safe to call from several threads, one call at a time each."""
+    """One function, ready to run. It may be called from several threads at the same time."""
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
         """Run once.
 
         Args:
-            inputs: By feature name, already checked: dtype of the MIL parameter, any strides.
+            inputs: Arrays by feature name, already checked: dtype of the MIL parameter, any
+                strides.
             state: From ``make_state`` of the same object; None for stateless functions.
 
         Returns:
@@ -201,44 +201,44 @@ class CompiledFunction(Protocol):
         ...
 
     def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
-        """Return how to run without Python, if that is possible.
+        """Return a call that runs without Python; None if that is impossible.
 
         Args:
             interface: The tensors of calls.
-            state: What calls read and write; from ``make_state``.
+            state: The state that calls read and write, from ``make_state``.
         """
         ...
 
     def native_program(
         self, interface: NativeInterface, shapes: Sequence[Mapping[str, tuple[int, ...]]]
     ) -> NativeProgram | None:
-        """Return what is loaded where there is no Python, if that is possible.
+        """Return the form of the function that runs without Python; None if that is impossible.
 
         Args:
             interface: The tensors of calls.
-            shapes: All combinations of enumerated shapes, by input; empty if there are none.
+            shapes: All combinations of enumerated shapes, by input; may be empty.
         """
         ...
 
     def native_obstacle(self) -> str | None:
-        """Return why there are no native calls, or None if there are."""
+        """Return the reason why native calls are impossible, or None if they are possible."""
         ...
 
     def prepare_native_calls(self) -> None:
-        """Make calls of this object itself without Python from now on, if that is possible."""
+        """Make later calls of this object without Python, if possible."""
         ...
 
     def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compile for enumerated shapes, which is done at a call's need otherwise.
+        """Compile for enumerated shapes now, rather than at the first call with them.
 
         Args:
-            shapes: Of the inputs that have enumerated shapes, by name.
+            shapes: Shapes by name of the inputs that have enumerated shapes.
         """
         ...
 
 
 class Engine(Protocol):
-    """An engine is a module-level singleton; it holds no per-model state."""
+    """An engine is a module-level singleton without state per model."""
 
     name: str
 
@@ -261,7 +261,7 @@ class Engine(Protocol):
             source: The bytes that ``function`` was read from; without them no cache is used.
 
         Raises:
-            OptionError: The engine does not have the precision asked for.
+            OptionError: The engine does not support the precision of ``options``.
             EngineUnavailableError: See ``unavailable_reason``.
             UnsupportedOpError: See ``unsupported``.
         """

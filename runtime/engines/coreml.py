@@ -1,12 +1,12 @@
-"""The Core ML engine: Core ML itself, on macOS, by way of coremltools' ``MLModel``.
+"""The Core ML engine: runs programs by Core ML, on macOS, through coremltools' ``MLModel``.
 
-Core ML takes whole models, so the mlpackage that a function was read from is written to a temporary
-folder. What passes between the two sides, both ways:
+Core ML takes complete models, so the mlpackage that a function was read from is written to a
+temporary folder. The arrays that Core ML accepts and returns:
 
 ==================  =================================================================
 arrays in           fp32, fp64, int32 or (from macOS 26) int8; writable; of rank 1 or more. int64,
-                    bool and read-only arrays are "value type not convertible". Strides are handed
-                    on as they are, negative ones as huge ones
+                    bool and read-only arrays are "value type not convertible". Strides are passed
+                    on unchanged; negative strides become huge
 arrays out          fp32, fp64 or int32, in no order; an fp16 output comes as fp32
 states              read and written like outputs and inputs; Core ML stores them in fp16
 ==================  =================================================================
@@ -59,7 +59,7 @@ from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_stat
 from coreml_delegate.targets import ComputeUnit
 from coreml_delegate.third_party import describe_error
 
-# The dtype in which an array is passed for a feature of a dtype.
+# dtype of a feature -> dtype in which its arrays are passed.
 _PASSED_AS: Final = {
     DType.FP16: np.dtype(np.float32),
     DType.FP32: np.dtype(np.float32),
@@ -75,13 +75,13 @@ class CoreMLState:
     """State tensors of one model instance, which Core ML holds.
 
     Args:
-        model: The ``MLModel`` they belong to.
-        types: Their types, by name.
+        model: The ``MLModel`` that the tensors belong to.
+        types: Types of the tensors, by name.
     """
 
     def __init__(self, model: Any, types: Mapping[str, TensorType]) -> None:
         self._model = model
-        # One element each, whatever the shape: only shapes and dtypes are looked at.
+        # Arrays of one element in memory: only their shapes and dtypes are used.
         self._like = {
             name: np.broadcast_to(
                 np.zeros((), declared.dtype.numpy), [size or 0 for size in declared.shape or ()]
@@ -95,7 +95,7 @@ class CoreMLState:
         return self._model is model
 
     def snapshot(self) -> Snapshot:
-        """Copies of every state tensor; see ``State``."""
+        """Return copies of all state tensors; see ``State``."""
         return {name: self._read(name) for name in self._like}
 
     def restore(self, snapshot: Mapping[str, Array]) -> None:
@@ -104,7 +104,7 @@ class CoreMLState:
             self._write(name, value)
 
     def reset(self) -> None:
-        """Take a new state, which is all zeros."""
+        """Replace the state by a new one of zeros."""
         self.held = _new_state(self._model)
 
     def write(self, name: str, value: Array) -> None:
@@ -115,24 +115,24 @@ class CoreMLState:
         like = self._like[name]
         try:
             content = self.held.read_state(name)
-        except Exception as error:  # Core ML's own, of any class
+        except Exception as error:  # Core ML raises any class
             raise _failure(f"Core ML does not read state {name!r}", error) from error
         return np.array(content, like.dtype, order="C").reshape(like.shape)
 
     def _write(self, name: str, value: Array) -> None:
         try:
             self.held.write_state(name, _passable(value, np.dtype(np.float32)))
-        except Exception as error:  # Core ML's own, of any class
+        except Exception as error:  # Core ML raises any class
             raise _failure(f"Core ML does not write state {name!r}", error) from error
 
 
 class CoreMLFunction:
-    """A function that Core ML has loaded. Its calls take turns: Core ML's models demand it.
+    """A function that Core ML has loaded. Calls run one at a time, as Core ML's models require.
 
     Args:
         function: The function.
         model: The ``MLModel``.
-        package: The mlpackage that it was loaded from; held as long as the function.
+        package: The mlpackage that the model was loaded from, which lives as long as the function.
     """
 
     def __init__(self, function: Function, model: Any, package: _Package) -> None:
@@ -153,7 +153,7 @@ class CoreMLFunction:
     def run_profiled(
         self, inputs: Mapping[str, Array], state: State | None = None
     ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
-        """Run once, and time the whole: Core ML does not tell how long an op takes."""
+        """Run once, and time the complete call: Core ML does not report times of ops."""
         outputs, nanoseconds = self._run(inputs, state)
         return outputs, (KernelTime((), nanoseconds, "Core ML"),)
 
@@ -170,7 +170,7 @@ class CoreMLFunction:
         """Return None: coremltools is Python."""
 
     def native_obstacle(self) -> str:
-        """Return why there are no native calls."""
+        """Return the reason why native calls are impossible."""
         return CALLED_IN_PYTHON
 
     def prepare_native_calls(self) -> None:
@@ -182,14 +182,14 @@ class CoreMLFunction:
     def _run(
         self, inputs: Mapping[str, Array], state: State | None
     ) -> tuple[dict[str, Array], int]:
-        held = self._held(state)
-        # A dict of its own: coremltools writes into it.
-        passed = {name: _input(name, inputs[name], dtype) for name, dtype in self._inputs.items()}
+        core_ml_state = self._core_ml_state(state)
+        # A new dict, because coremltools writes into it.
+        arrays = {name: _input(name, inputs[name], dtype) for name, dtype in self._inputs.items()}
         with self._lock:
             start = time.perf_counter_ns()
             try:
-                results = self._model.predict(passed, held)
-            except Exception as error:  # Core ML's own, of any class
+                results = self._model.predict(arrays, core_ml_state)
+            except Exception as error:  # Core ML raises any class
                 raise _failure("Core ML fails to run the program", error) from error
             elapsed = time.perf_counter_ns() - start
         return {name: self._output(name, results) for name in self._outputs}, elapsed
@@ -204,7 +204,7 @@ class CoreMLFunction:
         # Core ML has no scalars.
         return array.reshape(()) if declared.shape == () else array
 
-    def _held(self, state: State | None) -> Any:
+    def _core_ml_state(self, state: State | None) -> Any:
         if isinstance(state, CoreMLState) and state.is_of(self._model):
             return state.held
         if state is None and not self._states:
@@ -218,20 +218,20 @@ class CoreMLFunction:
 
 
 CALLED_IN_PYTHON: Final = "Core ML is called in Python"
-"""Why delegates on this engine have no native calls."""
+"""Reason why delegates on this engine have no native calls."""
 
 
 class CoreMLEngine:
-    """Core ML itself: it chooses the processor, the order of sums, and what it fuses.
+    """Runs programs by Core ML, which chooses the processor, the order of sums, and fusions.
 
-    ``EngineOptions.threads`` and ``cache`` have no effect: Core ML has threads and a cache of its
-    own. ``compute_unit`` limits the processors.
+    ``EngineOptions.threads`` and ``cache`` have no effect: Core ML has its own threads and cache.
+    ``compute_unit`` limits the processors.
     """
 
     name = "coreml"
 
     def unavailable_reason(self) -> str | None:
-        """Why Core ML cannot be used on this machine, or None if it can."""
+        """Return the reason why Core ML cannot be used on this machine, or None if it can."""
         if not machine.has_core_ml():
             return "Core ML is a part of macOS"
         if _proxy() is None:
@@ -241,7 +241,7 @@ class CoreMLEngine:
     def unsupported(self, function: Function) -> list[str]:
         """Return one reason for each input or output that is no multi-array, and for labels.
 
-        Core ML itself says no more about a program than whether it loads.
+        Core ML only reports whether it loads a program.
         """
         self._require()
         sides = (("input", function.inputs), ("output", function.outputs))
@@ -261,11 +261,11 @@ class CoreMLEngine:
         Args:
             function: The function to run.
             options: How to execute.
-            source: The bytes it was read from.
+            source: The bytes that the function was read from.
 
         Raises:
             EngineUnavailableError: See ``unavailable_reason``.
-            OptionError: A precision, or NaN by all ops, is asked for: Core ML takes neither.
+            OptionError: ``precision`` or ``exact_nan`` is set, which Core ML does not have.
             UnsupportedOpError: See ``unsupported``; or there is no mlpackage, or Core ML does not
                 load it.
         """
@@ -338,9 +338,9 @@ def _proxy() -> Any:
 
 
 def _function_name(function: Function, source: ProgramSource) -> str | None:
-    """Return the name that Core ML knows the function by.
+    """Return Core ML's name of the function; None if the model names no functions.
 
-    Only a model of several functions, which needs macOS 15, has names for them.
+    Only a model of several functions, which needs macOS 15, names them.
     """
     model = third_party.model_pb2().Model()
     model.ParseFromString(bytes(source.spec))
@@ -350,17 +350,17 @@ def _function_name(function: Function, source: ProgramSource) -> str | None:
 def _load(path: Path, function_name: str | None, unit: ComputeUnit) -> Any:
     ct = third_party.coremltools()
     with warnings.catch_warnings():
-        # The error itself follows.
+        # The error is raised below.
         warnings.filterwarnings("ignore", "You will not be able to run predict", RuntimeWarning)
         try:
             model = ct.models.MLModel(
                 str(path), compute_units=ct.ComputeUnit[unit.name], function_name=function_name
             )
-        except Exception as error:  # Core ML's own, of any class
+        except Exception as error:  # Core ML raises any class
             raise _refusal(describe_error(error)) from error
     if model.__proxy__ is not None:
         return model
-    error = model._framework_error  # which coremltools raises at predict
+    error = model._framework_error  # coremltools raises it only at predict
     if error is not None:
         raise _refusal(first_line(error)) from error
     newest = _proxy().maximum_supported_specification_version()
@@ -374,7 +374,7 @@ def _refusal(got: str) -> UnsupportedOpError:
 def _new_state(model: Any) -> Any:
     try:
         return model.make_state()
-    except Exception as error:  # Core ML's own, of any class
+    except Exception as error:  # Core ML raises any class
         raise _failure("Core ML makes no state", error) from error
 
 
@@ -394,7 +394,7 @@ def _input(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _passable(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array as Core ML takes it: the same memory if possible, of rank 1 or more."""
-    arranged = np.require(array, dtype, ("C", "A", "W"))
-    # Twice, so that dimensions of one element have the strides of their place too.
-    return arranged.reshape(-1).reshape(arranged.shape or (1,))
+    """Return an array that Core ML accepts, of rank 1 or more, on the same memory if possible."""
+    dense = np.require(array, dtype, ("C", "A", "W"))
+    # Reshaped twice, so that dimensions of size 1 get regular strides too.
+    return dense.reshape(-1).reshape(dense.shape or (1,))

@@ -1,8 +1,8 @@
-"""Limits of what a program may use: iterations of loops, elements of lists, memory.
+"""Limits on a program's resources: iterations of loops, elements of lists, memory.
 
 A few bytes of a program can ask for more memory than the machine has. On many systems such a
-request succeeds, and the process is killed later. Therefore one request may take a quarter of the
-memory that is available at that moment, and is refused beyond it.
+request succeeds, and the process is killed later. Therefore a request for more than a quarter of
+the memory that is available at that moment is refused.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from pathlib import Path
 from coreml_delegate.errors import ExecutionError, ProgramError
 
 MAX_TURNS = 1 << 20
-"""Iterations of a loop; on the reference engine, of all loops of one call. A program with more is
-taken for endless."""
+"""Iterations of a loop; on the reference engine, of all loops of one call. More iterations count as
+an endless loop."""
 
 MAX_LIST = 1 << 20
-"""Elements of one list, and of a tensor where Python values are needed. Neither holds data: beyond
-it a program is taken for damaged."""
+"""Elements of one list, and of a tensor where Python values are needed. Neither contains bulk data,
+so a program with more counts as damaged."""
 
 MAX_COMPUTED = 1 << 30
-"""Bytes of a tensor whose sizes are computed from values, on an engine that cannot ask for the free
-memory before it makes the tensor, and of a constant that a translation makes. A program of a device
-has none so large."""
+"""Bytes of a constant that a translation creates, and of a tensor with computed sizes on an engine
+that cannot check free memory before it allocates the tensor. Programs for devices have no tensor so
+large."""
 
 _SHARE = 4
 _MEMORY_INFO = Path("/proc/meminfo")
 _AVAILABLE = "MemAvailable:"
-# Limit and use of the control group, in bytes: in containers /proc has the figures of the host.
+# Limit and use of the control group, in bytes; in containers /proc shows the host's memory.
 _GROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 _UNKNOWN = 4 << 30
 
@@ -39,10 +39,10 @@ def largest_request() -> int:
 
 
 def require_memory(nbytes: int, what: str) -> None:
-    """Refuse ``what`` if its ``nbytes`` are more than one request may take.
+    """Refuse ``what`` if its ``nbytes`` exceed ``largest_request``.
 
     Raises:
-        ExecutionError: It does not fit into a quarter of the available memory.
+        ExecutionError: ``nbytes`` are more than a quarter of the available memory.
     """
     if nbytes > (limit := largest_request()):
         raise ExecutionError(
@@ -53,10 +53,10 @@ def require_memory(nbytes: int, what: str) -> None:
 
 
 def require_constant(count: int, what: str) -> None:
-    """Refuse ``what``, which a translation makes of ``count`` numbers, if that is too many.
+    """Refuse ``what``, a constant of ``count`` numbers that a translation creates, if too large.
 
     Raises:
-        ExecutionError: They take more than ``MAX_COMPUTED``, at 8 bytes each.
+        ExecutionError: The numbers take more than ``MAX_COMPUTED`` at 8 bytes each.
     """
     if 8 * count > MAX_COMPUTED:
         raise ExecutionError(
@@ -65,10 +65,10 @@ def require_constant(count: int, what: str) -> None:
 
 
 def require_available_memory(nbytes: int, what: str) -> None:
-    """Refuse ``what`` if its ``nbytes`` are more than is available.
+    """Refuse ``what`` if its ``nbytes`` exceed the available memory.
 
     Raises:
-        ProgramError: It does not fit into the available memory.
+        ProgramError: ``nbytes`` are more than the available memory.
     """
     if nbytes > (limit := _available()):
         raise ProgramError(
@@ -94,13 +94,13 @@ def _from_memory_info() -> int | None:
         text = _MEMORY_INFO.read_text()
     except OSError:
         return None
-    _, _, rest = text.partition(_AVAILABLE)
-    amount = rest.split(maxsplit=1)[0] if rest else ""
+    _, _, fields = text.partition(_AVAILABLE)
+    amount = fields.split(maxsplit=1)[0] if fields else ""
     return int(amount) * 1024 if amount.isdigit() else None
 
 
 def _from_pages() -> int:
-    """Return the size of physical memory, for systems that do not tell the free memory."""
+    """Return the size of physical memory, for systems that do not report free memory."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Values that live as long as someone holds them, shared by all who ask for the same key."""
+"""Values shared by key for as long as they are referenced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 @dataclass(slots=True)
 class _Slot(Generic[Value]):
-    """The value of one key, and the lock to create it; ``users`` counts the threads at it."""
+    """The value of one key, and the lock to create it; ``users`` counts the threads in ``get``."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     value: weakref.ref[Value] | None = None
@@ -21,10 +21,10 @@ class _Slot(Generic[Value]):
 
 
 class LiveValues(Generic[Value]):
-    """One value for each key, shared by all who ask for the key while anyone holds the value.
+    """A weak cache: one value for each key, shared by all callers while it is referenced.
 
-    Threads that ask for one key at the same time wait for the first of them; different keys do not
-    wait for each other.
+    Concurrent calls with the same key wait for the first of them; different keys do not wait for
+    each other.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
-"""The table of MIL ops that an engine has: one Python function per version of an op.
+"""The table of MIL ops that an engine supports: one Python function per version of an op.
 
-Each engine has one :class:`OpTable`, filled by its own decorator, ``@kernel(...)`` of the reference
+Each engine has one :class:`OpTable`, filled by its decorator: ``@kernel(...)`` of the reference
 engine and ``@translation(...)`` of OpenVINO. The signature of a function is the schema of the op:
-its parameters have MIL's names and defaults, and their annotations say in which form the engine
-passes the arguments. Keyword-only parameters are no part of the schema; they are options that the
-engine sets.
+its parameters have MIL's names and defaults, and their annotations define the form in which the
+engine passes the arguments. Keyword-only parameters are not part of the schema; they are options
+that the engine sets.
 
-An op may have a function for several opsets. A program gets the newest that its opset has.
+An op may have functions for several opsets. A program uses the newest version of its opset.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Parameter(Generic[Form]):
     """One parameter of an op.
 
     Attributes:
-        form: How the engine passes its argument.
-        required: Whether the program has to give it.
+        form: How the engine passes the argument.
+        required: Whether the program must have the argument.
     """
 
     form: Form
@@ -42,7 +42,7 @@ class Parameter(Generic[Form]):
 
 @dataclass(frozen=True, slots=True)
 class Schema(Generic[Form]):
-    """The schema of an op, as the signature of a function states it.
+    """The schema of an op, read from the signature of a function.
 
     Attributes:
         parameters: The op's parameters by name, in the order of the signature.
@@ -57,8 +57,8 @@ class Schema(Generic[Form]):
         """Read the schema from a signature.
 
         Args:
-            function: Every parameter is annotated.
-            form_of: Returns the form that an annotation asks for.
+            function: A function with annotations of all parameters.
+            form_of: Returns the form that an annotation declares.
         """
         hints = typing.get_type_hints(function, include_extras=True)
         parameters: dict[str, Parameter[Form]] = {}
@@ -80,7 +80,7 @@ class OpVersion(Generic[Form]):
         op_type: MIL op type.
         since: First opset with this version.
         function: Takes the op's arguments by keyword.
-        schema: Its signature.
+        schema: The signature of ``function``.
     """
 
     op_type: str
@@ -93,11 +93,11 @@ Version = TypeVar("Version", bound=OpVersion[Any])
 
 
 class OpTable(Generic[Version]):
-    """The ops of one engine, which modules of one package, the families, register.
+    """The ops of one engine, registered by the modules of a package, one per family of ops.
 
     Args:
         noun: The engine's word for a function, for messages: ``kernel``.
-        package: Full name of the package of families; they are imported at the first lookup.
+        package: Full name of the package; its modules are imported at the first lookup.
     """
 
     def __init__(self, noun: str, package: str) -> None:
@@ -107,7 +107,7 @@ class OpTable(Generic[Version]):
 
     @functools.cached_property
     def families(self) -> tuple[str, ...]:
-        """Names of the families, imported."""
+        """Names of the families' modules, which are imported."""
         folder = importlib.import_module(self._package).__path__
         names = tuple(sorted(module.name for module in pkgutil.iter_modules(folder)))
         for name in names:
@@ -118,7 +118,7 @@ class OpTable(Generic[Version]):
         """Add a version of an op.
 
         Raises:
-            ValueError: The op has a version since the same opset.
+            ValueError: The op already has a version for that opset.
         """
         versions = self._versions.setdefault(version.op_type, {})
         if version.since in versions:
@@ -128,16 +128,16 @@ class OpTable(Generic[Version]):
         versions[version.since] = version
 
     def find(self, op_type: str, opset: Opset) -> Version | None:
-        """Return the newest version of an op that ``opset`` has, or None."""
+        """Return the newest version of an op in ``opset``, or None."""
         versions = self._of_type(op_type)
-        known = [since for since in versions if since <= opset]
-        return versions[max(known)] if known else None
+        opsets = [since for since in versions if since <= opset]
+        return versions[max(opsets)] if opsets else None
 
     def get(self, op_type: str, opset: Opset) -> Version:
-        """Return the newest version of an op that ``opset`` has.
+        """Return the newest version of an op in ``opset``.
 
         Raises:
-            UnsupportedOpError: There is none; says whether a later opset has one.
+            UnsupportedOpError: There is no version; names the first later opset with one.
         """
         version = self.find(op_type, opset)
         if version is None:
@@ -151,7 +151,7 @@ class OpTable(Generic[Version]):
         return f"{reason}, only since {min(versions).mil_name}" if versions else reason
 
     def __iter__(self) -> Iterator[Version]:
-        """Every version of every op, by op type and opset."""
+        """Yield every version of every op, sorted by op type and opset."""
         _ = self.families
         for op_type in sorted(self._versions):
             versions = self._versions[op_type]

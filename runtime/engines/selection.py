@@ -1,4 +1,4 @@
-"""Choose the engine of a function, and compile the function once for all who ask for it."""
+"""Choose the engine of a function, and compile the function once for all callers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ AUTO = "auto"
 
 
 def engines_here() -> dict[str, Engine]:
-    """Return the engines that ``auto`` asks on this machine, by name, fastest first.
+    """Return the engines that ``auto`` tries on this machine, by name, fastest first.
 
-    Core ML is no part of other systems than macOS: it is not asked there, and no reason is given.
+    Core ML is part of macOS only: on other systems it is not tried, nor listed as rejected.
     """
-    left_out = set[str]() if machine.has_core_ml() else {COREML.name}
-    return {name: engine for name, engine in ENGINES.items() if name not in left_out}
+    excluded = set[str]() if machine.has_core_ml() else {COREML.name}
+    return {name: engine for name, engine in ENGINES.items() if name not in excluded}
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -40,8 +40,9 @@ class Selection:
     Attributes:
         engine_name: The engine that runs it.
         compiled: The function, ready to run.
-        rejected_engines: Reasons by engine name; empty if the fastest was taken.
-        source: The bytes the function was read from; held, because the key has their address.
+        rejected_engines: Reasons by engine name; empty if the fastest engine was chosen.
+        source: The bytes that the function was read from; kept alive, because the key has their
+            address.
     """
 
     engine_name: str
@@ -56,21 +57,21 @@ _COMPILED: LiveValues[Selection] = LiveValues()
 def compile_function(
     name: str, function: Function, options: EngineOptions, source: ProgramSource | None = None
 ) -> Selection:
-    """Compile a function with the engine asked for, or with the fastest that takes it.
+    """Compile a function with the named engine, or with the fastest engine that can run it.
 
     A second call for the same function of the same bytes in memory, for another method or from
     another thread, returns the same compiled function. Each caller makes its own states.
 
     Args:
-        name: ``auto`` for the fastest that can run it, or an engine's name.
+        name: ``auto`` for the fastest engine that can run the function, or an engine's name.
         function: The function to run.
         options: How to execute.
-        source: The bytes ``function`` was read from; without them nothing is shared or cached.
+        source: The bytes that ``function`` was read from; without them nothing is shared or cached.
 
     Raises:
-        OptionError: No such engine, or it lacks the precision asked for.
-        EngineUnavailableError: The engine asked for cannot be used on this machine.
-        UnsupportedOpError: The engine asked for, or every engine, lacks an op; lists each.
+        OptionError: No such engine, or it lacks the precision of ``options``.
+        EngineUnavailableError: The named engine cannot be used on this machine.
+        UnsupportedOpError: The named engine, or every engine, lacks an op; lists the missing ops.
     """
     if name != AUTO and name not in ENGINES:
         raise OptionError("unknown engine", got=repr(name), expected=" | ".join((AUTO, *ENGINES)))
@@ -102,7 +103,7 @@ def _compile_with_fastest(
     rejected_engines: dict[str, tuple[str, ...]] = {}
     for name, engine in engines_here().items():
         try:
-            # Compiled at once: asking first would translate every program twice.
+            # Without a check of ``unsupported`` first, which would translate programs twice.
             return Selection(
                 name, engine.compile(function, options, source), rejected_engines, source
             )
@@ -120,19 +121,19 @@ def _compile_with_fastest(
 
 
 def _reasons(engine: Engine, function: Function, error: UnsupportedOpError) -> tuple[str, ...]:
-    """Return what the engine says it cannot take, or else the reason in ``error``.
+    """Return the engine's ``unsupported`` reasons; without any, the reason in ``error``.
 
-    Some reasons come up only when the engine compiles.
+    Some reasons appear only when the engine compiles.
     """
     return tuple(engine.unsupported(function)) or (error.got or error.what,)
 
 
-# Warnings already logged: a program is loaded many times, and the reason stays the same.
+# Warnings already logged: a program may be loaded many times with the same reason.
 _LOGGED: set[tuple[str, str, str, bytes]] = set()
 
 
 def _log_rejected(function: str, engine: str, reason: str, source: ProgramSource | None) -> None:
-    """Log, once for each program, why an engine was rejected."""
+    """Log once for each program why an engine was rejected."""
     warning = (function, engine, reason, source.spec_digest if source is not None else b"")
     if warning not in _LOGGED:
         _LOGGED.add(warning)

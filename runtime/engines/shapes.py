@@ -1,4 +1,4 @@
-"""Check the shapes of inputs against the shapes that their function takes."""
+"""Check the shapes of inputs against the shapes that their function accepts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Shape = tuple[int, ...]
 
 
 class InputShapes:
-    """The shapes that a function takes: of each input, and in which combinations.
+    """The shapes that a function accepts: of each input, and in which combinations.
 
     Args:
         features: The inputs of the function.
-        sizes: How their sizes depend on each other, if known; see ``dynamic_shapes.input_sizes``.
+        sizes: How sizes depend on each other, if known; see ``dynamic_shapes.input_sizes``.
 
     Raises:
-        BlobFormatError: Sizes of an input that does not exist, or has another rank.
+        BlobFormatError: ``sizes`` has an input that does not exist, or has another rank.
     """
 
     def __init__(self, features: Sequence[Feature], sizes: Mapping[str, Sizes]) -> None:
@@ -40,10 +40,10 @@ class InputShapes:
 
     @classmethod
     def of(cls, program: Program, function: Function) -> InputShapes:
-        """Return the shapes that a function of a program takes.
+        """Return the shapes that a function of a program accepts.
 
         Raises:
-            BlobFormatError: See the class, or the metadata have another form.
+            BlobFormatError: See the class, or the metadata are malformed.
         """
         return cls(function.inputs, input_sizes.read(program.metadata, function.name))
 
@@ -53,35 +53,37 @@ class InputShapes:
         return self._names
 
     def enumerated(self) -> list[dict[str, Shape]]:
-        """Return every combination of shapes of the inputs that have enumerated ones, by name."""
+        """Return every combination of shapes of the inputs with enumerated shapes, by name."""
         listed = [feature for feature in self._open if feature.shapes]
         shapes = [feature.shapes for feature in listed]
         combinations = zip(*shapes, strict=True) if self._tied else itertools.product(*shapes)
         names = [feature.name for feature in listed]
-        return [dict(zip(names, each, strict=True)) for each in combinations] if listed else []
+        return [dict(zip(names, shapes, strict=True)) for shapes in combinations] if listed else []
 
     @property
     def native_obstacle(self) -> str | None:
-        """Why native calls cannot check the shapes, or None if they can."""
-        is_formula = not all(place.is_plain for place in self._related)
+        """The reason why native calls cannot check the shapes, or None if they can."""
+        is_formula = not all(dimension.is_plain for dimension in self._related)
         return "sizes of its inputs are given by formulas" if is_formula else None
 
     def limits(self, inputs: Sequence[str]) -> tuple[InputLimits, ...] | None:
-        """Return what ``check`` checks, as native calls check it: enumerated shapes aside.
+        """Return the limits that ``check`` checks, for native calls; without enumerated shapes.
 
         Args:
             inputs: Names of all inputs, in the order of calls.
 
         Returns:
-            For each input; None if there is an obstacle.
+            The limits of each input; None if there is an obstacle.
         """
         if self.native_obstacle is not None:
             return None
         firsts: dict[str, tuple[int, int]] = {}
         same_as: dict[tuple[str, int], tuple[int, int]] = {}
-        for place in self._related:
-            first = firsts.setdefault(place.expression.text, (inputs.index(place.name), place.axis))
-            same_as[place.name, place.axis] = first
+        for dimension in self._related:
+            first = firsts.setdefault(
+                dimension.expression.text, (inputs.index(dimension.name), dimension.axis)
+            )
+            same_as[dimension.name, dimension.axis] = first
         return tuple(self._input_limits(self._features[name], same_as) for name in inputs)
 
     @staticmethod
@@ -97,7 +99,7 @@ class InputShapes:
         )
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Refuse shapes that the function does not take.
+        """Refuse shapes that the function does not accept.
 
         Args:
             shapes: Shapes by input name, at least of the inputs in ``names``.
@@ -111,13 +113,13 @@ class InputShapes:
         self._check_relations(shapes)
 
     def _check_combination(self, shapes: Mapping[str, Shape]) -> None:
-        given = tuple(shapes[feature.name] for feature in self._tied)
+        combination = tuple(shapes[feature.name] for feature in self._tied)
         combinations = list(zip(*(feature.shapes for feature in self._tied), strict=True))
-        if self._tied and given not in combinations:
+        if self._tied and combination not in combinations:
             raise InputError(
                 "inputs have shapes that are not enumerated together",
-                got=self._described(given),
-                expected=" | ".join(self._described(each) for each in combinations),
+                got=self._described(combination),
+                expected=" | ".join(self._described(shapes_) for shapes_ in combinations),
             )
 
     def _described(self, combination: Sequence[Shape]) -> str:
@@ -125,33 +127,35 @@ class InputShapes:
         return ", ".join(f"{feature.name!r} {list(shape)}" for feature, shape in pairs)
 
     def _check_relations(self, shapes: Mapping[str, Shape]) -> None:
-        known: dict[str, tuple[int, _Dimension]] = {}
-        for place in self._related:
-            if place.symbol is None or (place.symbol in known and not place.is_plain):
+        solved: dict[str, tuple[int, _Dimension]] = {}
+        for dimension in self._related:
+            if dimension.symbol is None or (dimension.symbol in solved and not dimension.is_plain):
                 continue
-            size = place.size_in(shapes)
-            value = place.expression.solve(size)
+            size = dimension.size_in(shapes)
+            value = dimension.expression.solve(size)
             if value is None:
                 raise InputError(
-                    f"input {place.name!r} has the wrong size in dimension {place.axis}",
-                    got=f"{size} (shape {list(shapes[place.name])})",
-                    expected=f"{place.expression.text} for a whole number {place.symbol}",
+                    f"input {dimension.name!r} has the wrong size in dimension {dimension.axis}",
+                    got=f"{size} (shape {list(shapes[dimension.name])})",
+                    expected=f"{dimension.expression.text} for a whole number {dimension.symbol}",
                 )
-            if place.symbol not in known:
-                known[place.symbol] = value, place
-        values = {symbol: value for symbol, (value, _) in known.items()}
-        for place in self._related:
-            if not place.expression.symbols <= values.keys():
+            if dimension.symbol not in solved:
+                solved[dimension.symbol] = value, dimension
+        values = {symbol: value for symbol, (value, _) in solved.items()}
+        for dimension in self._related:
+            if not dimension.expression.symbols <= values.keys():
                 continue
-            size, wanted = place.size_in(shapes), _evaluate(place.expression, values)
-            if size != wanted:
-                sources = (known[symbol] for symbol in sorted(place.expression.symbols))
+            size, expected = dimension.size_in(shapes), _evaluate(dimension.expression, values)
+            if size != expected:
+                sources = (solved[symbol] for symbol in sorted(dimension.expression.symbols))
                 origin = " and ".join(str(source) for _, source in sources)
-                what = "equal to" if place.is_plain else f"{place.expression.text}, given by"
+                what = (
+                    "equal to" if dimension.is_plain else f"{dimension.expression.text}, given by"
+                )
                 raise InputError(
-                    f"input {place.name!r} has the wrong size in dimension {place.axis}",
-                    got=f"{size} (shape {list(shapes[place.name])})",
-                    expected=f"{wanted} ({what} {origin})",
+                    f"input {dimension.name!r} has the wrong size in dimension {dimension.axis}",
+                    got=f"{size} (shape {list(shapes[dimension.name])})",
+                    expected=f"{expected} ({what} {origin})",
                 )
 
 
@@ -191,9 +195,9 @@ class _Dimension:
 def _dimensions_with_expressions(
     features: Sequence[Feature], sizes: Mapping[str, Sizes]
 ) -> Iterator[_Dimension]:
-    """Return the dimensions whose sizes are expressions, bare symbols first."""
+    """Return the dimensions with expressions as sizes, bare symbols first."""
     ranks = {f.name: len(f.bounds) for f in features if f.bounds}
-    places: list[_Dimension] = []
+    dimensions: list[_Dimension] = []
     for name, listed in sizes.items():
         open_sizes = [(i, e) for i, e in enumerate(listed) if isinstance(e, SizeExpression)]
         if open_sizes and ranks.get(name) != len(listed):
@@ -202,8 +206,8 @@ def _dimensions_with_expressions(
                 got=f"{len(listed)} sizes",
                 expected=", ".join(f"{n} {rank}" for n, rank in ranks.items()) or "none",
             )
-        places += [_Dimension(name, axis, expression) for axis, expression in open_sizes]
-    return iter(sorted(places, key=lambda place: not place.is_plain))
+        dimensions += [_Dimension(name, axis, expression) for axis, expression in open_sizes]
+    return iter(sorted(dimensions, key=lambda dimension: not dimension.is_plain))
 
 
 def check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
@@ -211,7 +215,7 @@ def check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
 
     Args:
         feature: The input.
-        shape: Shape of the array to be passed to it.
+        shape: Shape of the array for this input.
 
     Raises:
         InputError: Names the input, the first dimension that does not fit, its size, and its range.
@@ -243,7 +247,7 @@ def check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
 
 
 def smallest_shape(feature: Feature) -> tuple[int, ...]:
-    """Return the shape of an input that is left out: the first listed, or the smallest allowed."""
+    """Return the shape for a missing input: the first enumerated, or the smallest allowed."""
     if feature.shapes:
         return feature.shapes[0]
     return tuple(max(low, 1) for low, _ in _allowed_sizes(feature) or ())

@@ -1,7 +1,7 @@
-"""The bytes that a program was read from, which tell it from other programs.
+"""The bytes that a program was read from, which identify it.
 
-Identifiers inside programs are not relied on: other exporters draw them at random or may repeat
-them, and a wrong match would run the wrong program. Only the bytes decide.
+Identifiers inside programs are not used: other exporters choose them at random or may repeat them,
+and a wrong match would run the wrong program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.mlpackage import locate
 
-# One core hashes a buffer at a time, so threads hash pieces of this size, in bytes.
+# Bytes per piece. A hash of one buffer runs on one core, so threads hash pieces.
 _PIECE = 4 << 20
 _DIGEST_BYTES = 16
 
@@ -28,7 +28,7 @@ class ProgramSource:
     Args:
         spec: The serialized ``Model`` message.
         weights: Weight files by path relative to the specification.
-        files: All files of the mlpackage by relative POSIX path, if it is known.
+        files: All files of the mlpackage by relative POSIX path, if known.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class ProgramSource:
 
     @functools.cached_property
     def spec_digest(self) -> bytes:
-        """Digest of the specification, which holds everything but the weights."""
+        """Digest of the specification, which has everything but the weights."""
         return _digest(self._spec)
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """Digest of specification and weights: no two programs have the same. Reads all weights."""
+        """Digest of specification and weights, unique to a program. Reads all weights."""
         total = _hash(self.spec_digest)
         for name, data in self._weights.items():
             encoded = name.encode()
@@ -73,7 +73,7 @@ class ProgramSource:
 
     @property
     def address(self) -> tuple[object, ...]:
-        """Equal for sources at the same address in memory, as long as both are held."""
+        """A key that is equal for sources at the same address in memory while both are alive."""
         addresses = (_address(data) for data in self._weights.values())
         return self.spec_digest, *addresses
 

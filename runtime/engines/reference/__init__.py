@@ -1,4 +1,4 @@
-"""The reference engine: torch, op by op, at the dtypes of the program."""
+"""The reference engine: torch computes op by op, in the dtypes of the program."""
 
 from coreml_delegate.runtime.engines.reference.engine import (
     REFERENCE,

@@ -1,7 +1,7 @@
 """Compile a MIL function to steps: names to slots, constants to arguments, ops to kernels.
 
-All work that does not depend on the values of a call is done here, once: attributes become Python
-values, weights become tensors on the mapped file, compressed weights are expanded.
+All work that does not depend on a call is done here, once: attributes become Python values, weights
+become tensors on the mapped file, compressed weights are expanded.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _CONSTEXPR = "constexpr_"
 _CONTROL_FLOW = {"cond", "while_loop"}
 _STATE = {"read_state", "write_state", "coreml_update_state"}
 STRUCTURAL = _CONTROL_FLOW | _STATE | {_CONST}
-"""Op types the interpreter executes itself."""
+"""Op types that the interpreter executes without a kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """A function, resolved.
+    """A function with its names resolved to slots.
 
     Attributes:
-        block: Its steps.
-        slots: Size of the frame.
+        block: The steps of the function.
+        slots: Number of slots in the frame.
         params: Slot of every parameter by name, states included.
     """
 
@@ -66,7 +66,7 @@ class CompiledProgram:
 
 @dataclass(slots=True)
 class _Scope:
-    """Names of a block; those of enclosing blocks are visible."""
+    """Names of a block; the names of enclosing blocks are visible too."""
 
     outer: _Scope | None = None
     sources: dict[str, Source] = field(default_factory=dict[str, Source])
@@ -104,10 +104,10 @@ def unsupported(function: Function) -> list[str]:
 
 
 def compile_function(function: Function) -> CompiledProgram:
-    """Resolve ``function``.
+    """Resolve the names of ``function``.
 
     Raises:
-        UnsupportedOpError: An op has no kernel, or a constant no tensor form.
+        UnsupportedOpError: An op has no kernel, or a constant is no tensor.
         ExecutionError: A compressed weight cannot be expanded.
     """
     reasons = unsupported(function)
@@ -127,8 +127,8 @@ class _Compiler:
         self.slots = 0
         self._function = function
         self._opset = Opset.from_mil_name(function.opset)
-        # One tensor per constant and width, however many ops share it. The key is the identity of
-        # the source, which is therefore kept too.
+        # One tensor per constant and width, shared by all ops. The key has the source's identity,
+        # so the value keeps the source alive.
         self._tensors: dict[tuple[int, bool], tuple[Constant | Tensor, Tensor]] = {}
 
     def define(self, scope: _Scope, name: str) -> int:
@@ -138,10 +138,10 @@ class _Compiler:
         return slot
 
     def block(self, block: Block, scope: _Scope) -> tuple[CompiledBlock, set[int]]:
-        """Resolve a block in the new scope of its names.
+        """Resolve a block; ``scope`` is a new scope for the block's names.
 
         Returns:
-            The block, and the slots of enclosing blocks that it reads.
+            The compiled block, and the slots of enclosing blocks that it reads.
         """
         first_local = self.slots
         inputs = tuple(self.define(scope, named.name) for named in block.inputs)
@@ -195,12 +195,12 @@ class _Compiler:
         kernel = KERNELS.get(op.type, self._opset)
         fixed: dict[str, Any] = {}
         fetched: list[tuple[str, Fetch]] = []
-        for name, given in sources.items():
-            if any(isinstance(source, int) for source in given):
-                uses.update(source for source in given if isinstance(source, int))
-                fetched.append((name, self._fetch_argument(kernel, name, given)))
+        for name, argument in sources.items():
+            if any(isinstance(source, int) for source in argument):
+                uses.update(source for source in argument if isinstance(source, int))
+                fetched.append((name, self._fetch_argument(kernel, name, argument)))
             else:
-                fixed[name] = self._known_argument(kernel, name, given)
+                fixed[name] = self._constant_argument(kernel, name, argument)
         return KernelStep(op, kernel, sources, fixed, tuple(fetched))
 
     def _nested(self, block: Block, scope: _Scope, uses: set[int]) -> CompiledBlock:
@@ -219,37 +219,37 @@ class _Compiler:
                 results = as_tuple(step.kernel.function(**step.fixed))
             values = [cast_to_declared(r, o.type) for r, o in zip(results, op.outputs, strict=True)]
         except Exception as error:  # noqa: BLE001 - kernels raise anything
-            known = {
-                name: tuple(None if isinstance(source, int) else source for source in given)
-                for name, given in sources.items()
+            operands = {
+                name: tuple(None if isinstance(source, int) else source for source in argument)
+                for name, argument in sources.items()
             }
-            blame_op(error, self._function, op, known)
+            blame_op(error, self._function, op, operands)
         for output, value in zip(op.outputs, values, strict=True):
             if isinstance(value, Tensor):
                 scope.sources[output.name] = value
 
     # --- arguments --------------------------------------------------------------------------------
 
-    def _known_argument(self, kernel: Kernel, name: str, sources: tuple[Source, ...]) -> Any:
+    def _constant_argument(self, kernel: Kernel, name: str, sources: tuple[Source, ...]) -> Any:
         passing = kernel.schema.parameters[name].form
-        known = [source for source in sources if not isinstance(source, int)]
+        constants = [source for source in sources if not isinstance(source, int)]
         if passing.literal:
-            values = tuple(to_literal(source) for source in known)
+            values = tuple(to_literal(source) for source in constants)
         else:
-            values = tuple(self._tensor(source, kernel.widen) for source in known)
+            values = tuple(self._tensor(source, kernel.widen) for source in constants)
         return values if passing.variadic else values[0]
 
     def _fetch_argument(self, kernel: Kernel, name: str, sources: tuple[Source, ...]) -> Fetch:
         passing = kernel.schema.parameters[name].form
-        each = [self._fetch_one(kernel, passing, source) for source in sources]
+        fetches = [self._fetch_one(kernel, passing, source) for source in sources]
         if passing.variadic:
-            return lambda frame: tuple(fetch(frame) for fetch in each)
-        return each[0]
+            return lambda frame: tuple(fetch(frame) for fetch in fetches)
+        return fetches[0]
 
     def _fetch_one(self, kernel: Kernel, passing: Passing, source: Source) -> Fetch:
         if not isinstance(source, int):
-            known = to_literal(source) if passing.literal else self._tensor(source, kernel.widen)
-            return lambda _: known
+            constant = to_literal(source) if passing.literal else self._tensor(source, kernel.widen)
+            return lambda _: constant
         if passing.literal:
             return lambda frame: to_literal(_read_tensor(frame, source))
         if kernel.widen and passing is not Passing.LIST:
@@ -273,8 +273,8 @@ class _Compiler:
         if isinstance(source, int):
             uses.add(source)
             return lambda frame: frame.read(source)
-        known = self._tensor(source, False)
-        return lambda _: known
+        constant = self._tensor(source, False)
+        return lambda _: constant
 
     def _tensor(self, source: Constant | Tensor, widen: bool) -> Tensor:
         key = (id(source), widen)
@@ -285,11 +285,11 @@ class _Compiler:
 
 
 def _arguments(op: Op) -> dict[str, tuple[Binding, ...]]:
-    """Return the op's arguments; up to iOS17, arguments of ``constexpr`` ops are attributes."""
-    given = {name: bindings for name, bindings in op.inputs.items() if bindings}
+    """Return the op's arguments; up to iOS17, attributes of ``constexpr`` ops are arguments."""
+    arguments = {name: bindings for name, bindings in op.inputs.items() if bindings}
     if op.type.startswith(_CONSTEXPR):
-        given |= {name: (value,) for name, value in op.attributes.items() if name != "name"}
-    return given
+        arguments |= {name: (value,) for name, value in op.attributes.items() if name != "name"}
+    return arguments
 
 
 def _resolve(binding: Binding, scope: _Scope) -> Source:
@@ -306,7 +306,7 @@ def _read_tensor(frame: Frame, slot: int) -> Tensor:
 def _add_frees(
     steps: list[tuple[Step, tuple[int, ...], set[int]]], own: set[int], read_last: set[int]
 ) -> tuple[Entry, ...]:
-    """Return the steps with the slots to empty after each; a block empties its own slots only."""
+    """Return the steps with the slots to empty after each; a block empties only its own slots."""
     used_later = set(read_last)
     entries: list[Entry] = []
     for step, outputs, uses in reversed(steps):

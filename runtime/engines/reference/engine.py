@@ -1,4 +1,4 @@
-"""The reference engine: torch computes op by op, at the dtypes of the program."""
+"""The reference engine: torch computes op by op, in the dtypes of the program."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class ReferenceState:
     tensors: dict[str, Tensor]
 
     def snapshot(self) -> Snapshot:
-        """Copies of every state tensor; see ``State``."""
-        return {name: array.copy() for name, array in self._held().items()}
+        """Return copies of all state tensors; see ``State``."""
+        return {name: array.copy() for name, array in self._arrays().items()}
 
     def restore(self, snapshot: Mapping[str, Array]) -> None:
         """Replace the content of every state tensor; see ``State``."""
-        for name, value in cast_snapshot(self._held(), snapshot).items():
+        for name, value in cast_snapshot(self._arrays(), snapshot).items():
             self.tensors[name] = torch.from_numpy(value)
 
     def reset(self) -> None:
@@ -59,21 +59,21 @@ class ReferenceState:
 
     def write(self, name: str, value: Array) -> None:
         """Replace the content of one state tensor; see ``State``."""
-        self.tensors[name] = torch.from_numpy(cast_state(self._held(), name, value))
+        self.tensors[name] = torch.from_numpy(cast_state(self._arrays(), name, value))
 
-    def _held(self) -> Snapshot:
+    def _arrays(self) -> Snapshot:
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
 
 class ReferenceFunction:
     """A function ready to be interpreted.
 
-    Calls share nothing but constants, so any number may run at the same time; a state belongs to
-    one call at a time.
+    Calls share only constants, so any number may run at the same time; a state belongs to one call
+    at a time.
 
     Attributes:
-        function: The function. Several models may share what is compiled, and then it is that of
-            the first, with the ops that values come from.
+        function: The function. If several models share this object, it is the function of the first
+            model, whose ops a listener receives.
     """
 
     def __init__(self, function: Function) -> None:
@@ -98,10 +98,10 @@ class ReferenceFunction:
         """Run once, and pass every value that an op computes to ``listener``.
 
         Args:
-            inputs: By feature name, of the dtype of the MIL parameter.
-            state: Made by ``make_state``; None for stateless functions.
+            inputs: Arrays by feature name, in the dtype of the MIL parameter.
+            state: From ``make_state``; None for stateless functions.
             listener: Receives every value that an op computes, in execution order.
-            decide: Returns the outcome of every condition of the program, given its value.
+            decide: Maps the value of every condition of the program to its outcome.
 
         Returns:
             Outputs by feature name, in declaration order, owned by the caller.
@@ -110,7 +110,7 @@ class ReferenceFunction:
             InputError: An input or the state is missing.
             ExecutionError: An op failed.
         """
-        held = self._held(state)
+        states = self._state_tensors(state)
         frame = Frame(
             function=self.function,
             slots=[None] * self._program.slots,
@@ -123,12 +123,12 @@ class ReferenceFunction:
             for name, declared in self._types.items():
                 slot = self._program.params[name]
                 if isinstance(declared, StateType):
-                    frame.states[slot] = held[name]
+                    frame.states[slot] = states[name]
                 elif isinstance(declared, TensorType):
                     frame.slots[slot] = self._input(inputs, name, declared)
             results = self._program.block.run(frame)
-            for name in held:
-                held[name] = frame.states[self._program.params[name]]
+            for name in states:
+                states[name] = frame.states[self._program.params[name]]
         by_name: dict[str, Value] = dict(zip(self.function.block.outputs, results, strict=True))
         return {
             name: value_to_array(by_name[name], self._outputs[name])
@@ -140,23 +140,23 @@ class ReferenceFunction:
     ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
         """Run once, and time every op; see ``CompiledFunction``.
 
-        An op with blocks takes as long as everything inside.
+        The time of an op with blocks includes the ops of its blocks.
         """
-        places = {op: place for place, op in enumerate(self.function.block.ops)}
+        indices = {op: index for index, op in enumerate(self.function.block.ops)}
         times: dict[int, int] = {}
         since = time.perf_counter_ns()
 
         def note(computed: Computed) -> None:
             nonlocal since
-            place = places.get(computed.op)
-            if place is not None:
-                times[place] = times.get(place, 0) + time.perf_counter_ns() - since
+            index = indices.get(computed.op)
+            if index is not None:
+                times[index] = times.get(index, 0) + time.perf_counter_ns() - since
                 since = time.perf_counter_ns()
 
         outputs = self.run(inputs, state, listener=note)
         kernels = (
-            KernelTime((place,), elapsed, self.function.block.ops[place].type)
-            for place, elapsed in times.items()
+            KernelTime((index,), elapsed, self.function.block.ops[index].type)
+            for index, elapsed in times.items()
         )
         return outputs, tuple(kernels)
 
@@ -171,7 +171,7 @@ class ReferenceFunction:
         """Return None: the engine is Python."""
 
     def native_obstacle(self) -> str:
-        """Return why there are no native calls."""
+        """Return the reason why native calls are impossible."""
         return "the reference engine is Python"
 
     def prepare_native_calls(self) -> None:
@@ -181,7 +181,7 @@ class ReferenceFunction:
         """Do nothing: every shape is interpreted."""
 
     def make_state(self) -> ReferenceState | None:
-        """Fresh state, all zeros; None when the function has none."""
+        """Return a state of zeros; None for a function without state."""
         tensors = {
             name: torch.zeros(
                 [size or 0 for size in declared.wrapped.shape or ()],
@@ -192,7 +192,7 @@ class ReferenceFunction:
         }
         return ReferenceState(tensors) if tensors else None
 
-    def _held(self, state: State | None) -> dict[str, Tensor]:
+    def _state_tensors(self, state: State | None) -> dict[str, Tensor]:
         expected = [name for name, t in self._types.items() if isinstance(t, StateType)]
         if isinstance(state, ReferenceState) and set(state.tensors) == set(expected):
             return state.tensors
@@ -216,7 +216,7 @@ class ReferenceFunction:
 
 
 class ReferenceEngine:
-    """Torch, op by op: the oracle, the debugger and the fallback.
+    """Computes op by op with torch: for comparisons, for debugging, and as the fallback.
 
     ``EngineOptions.threads`` has no effect: torch has one thread count for the whole process, which
     an engine must not change under its caller. Use ``torch.set_num_threads``.
@@ -225,18 +225,18 @@ class ReferenceEngine:
     name = "reference"
 
     def unavailable_reason(self) -> str | None:
-        """None: torch is a dependency."""
+        """Return None, because torch is a dependency."""
         return None
 
     def unsupported(self, function: Function) -> list[str]:
-        """Return one reason per op type or parameter that has no kernel."""
+        """Return one reason per op type or parameter without a kernel."""
         return compiler.unsupported(function)
 
     def compile(
         self,
         function: Function,
         options: EngineOptions,
-        source: ProgramSource | None = None,  # noqa: ARG002 - nothing is worth a cache here
+        source: ProgramSource | None = None,  # noqa: ARG002 - a cache would save no time
     ) -> ReferenceFunction:
         """Prepare ``function`` for execution.
 

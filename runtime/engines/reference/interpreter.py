@@ -28,11 +28,11 @@ from coreml_delegate.runtime.op_errors import OpError, OpExecutionError, blame, 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """One value, just computed.
+    """A value that an op has just computed.
 
     Attributes:
-        op: The op that computed it.
-        output: The output that has the value.
+        op: The op that computed the value.
+        output: The output of the op.
         value: Shared with the interpreter: never modified afterwards, and not to be modified.
         turns: Index of the iteration of every loop around the op, outermost first.
         operands: The op's operands by parameter name.
@@ -46,10 +46,10 @@ class Computed:
 
 
 class Listener(Protocol):
-    """Receives every value that an op computes, in nested blocks and every iteration too."""
+    """Receives every value that an op computes, including nested blocks and every iteration."""
 
     def __call__(self, computed: Computed) -> None:
-        """Receive the new value of an output; constants are not among the values."""
+        """Receive the new value of an output; constants are not passed."""
         ...
 
 
@@ -61,13 +61,13 @@ class Frame:
         function: The function that is called.
         slots: Values by slot, None in empty slots.
         states: State tensors by slot; replaced, never modified.
-        admitted: Signature of the arguments that each step last passed the memory guard with;
+        admitted: Signature of the arguments with which each step last passed the memory guard;
             shared by the calls of a function.
         listener: Receives the values, if it is not None.
-        decide: Returns the outcome of a condition, given its value: a comparison of two runs makes
-            one follow the other's path.
-        turns: Index of the current iteration of every loop under way, outermost first.
-        remaining: Iterations left before the call is taken for endless.
+        decide: Maps the value of a condition to its outcome, so that a comparison of two runs can
+            make one follow the path of the other.
+        turns: Index of the current iteration of every loop that is running, outermost first.
+        remaining: Iterations left before the loops count as endless.
     """
 
     function: Function
@@ -91,14 +91,14 @@ Fetch: TypeAlias = Callable[[Frame], Any]
 """Reads one argument of a kernel or one output of a block."""
 
 Source: TypeAlias = "int | Constant | Tensor"
-"""Where a value is: a slot of the frame, or a constant."""
+"""Location of a value: a slot of the frame, or a constant."""
 
 Operands: TypeAlias = "Mapping[str, tuple[Value | Constant | None, ...]]"
-"""Operands of an op by parameter name: several for a variadic parameter, None for a missing one."""
+"""Operands of an op by parameter name: several if variadic, None for an empty slot."""
 
 
 class Step(Protocol):
-    """One op, resolved."""
+    """One op with its names resolved."""
 
     @property
     def op(self) -> Op:
@@ -107,7 +107,7 @@ class Step(Protocol):
 
     @property
     def sources(self) -> Mapping[str, tuple[Source, ...]]:
-        """Where the operands are, by parameter name."""
+        """Locations of the operands, by parameter name."""
         ...
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ class Entry:
     Attributes:
         step: The op.
         outputs: Slot and declaration of each result.
-        frees: Slots whose last use this is.
+        frees: Slots that the step uses last.
     """
 
     step: Step
@@ -132,12 +132,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class CompiledBlock:
-    """A block, resolved.
+    """A block with its names resolved.
 
     Attributes:
         inputs: Slots of the block's inputs.
-        entries: In execution order.
-        outputs: How to read each output.
+        entries: The steps in execution order.
+        outputs: Functions that read each output.
         frees: Slots to empty once the outputs are read.
     """
 
@@ -147,7 +147,7 @@ class CompiledBlock:
     frees: tuple[int, ...]
 
     def run(self, frame: Frame, arguments: tuple[Value, ...] = ()) -> tuple[Value, ...]:
-        """Execute with ``arguments`` for the block's inputs; return its outputs."""
+        """Execute with ``arguments`` as the block's inputs; return its outputs."""
         for slot, argument in zip(self.inputs, arguments, strict=True):
             frame.slots[slot] = argument
         for entry in self.entries:
@@ -200,9 +200,9 @@ def blame_op(error: Exception, function: Function, op: Op, operands: Operands) -
     """
     if isinstance(error, OpError):
         raise error
-    given = (f"{name}: {describe_operand(values)}" for name, values in operands.items())
+    operand_list = (f"{name}: {describe_operand(values)}" for name, values in operands.items())
     what = f"cannot compute {describe_op(function, op)} ({summary(error)})"
-    blame(error, OpExecutionError, what, got=", ".join(given) or None)
+    blame(error, OpExecutionError, what, got=", ".join(operand_list) or None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,10 +211,10 @@ class KernelStep:
 
     Attributes:
         op: The op.
-        kernel: Its kernel.
-        sources: Where its operands are.
-        fixed: Arguments known when compiling.
-        fetched: Arguments to read at every call.
+        kernel: The kernel of the op.
+        sources: Locations of the operands.
+        fixed: Arguments known at compile time.
+        fetched: Functions that read the other arguments at every call.
     """
 
     op: Op
@@ -226,17 +226,17 @@ class KernelStep:
     def run(self, frame: Frame) -> tuple[Any, ...]:
         """Call the kernel, under the memory guard unless the last call had the same shapes."""
         arguments = {name: fetch(frame) for name, fetch in self.fetched}
-        given = memory_guard.memory_signature(arguments)
-        if frame.admitted.get(self) == given:
+        signature = memory_guard.memory_signature(arguments)
+        if frame.admitted.get(self) == signature:
             return as_tuple(self.kernel.function(**self.fixed, **arguments))
         with memory_guard.MemoryGuard():
             results = as_tuple(self.kernel.function(**self.fixed, **arguments))
-        frame.admitted[self] = given
+        frame.admitted[self] = signature
         return results
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
-    """Return the result of a kernel as a tuple; anything but a plain tuple is one value."""
+    """Return the result of a kernel as a tuple; subclasses like ``TensorList`` are one value."""
     return result if type(result) is tuple else (result,)
 
 
@@ -256,7 +256,7 @@ class CondStep:
 
 @dataclass(frozen=True, slots=True)
 class LoopStep:
-    """``while_loop``: the second block as long as the first is true, on the same variables."""
+    """``while_loop``: runs the second block while the first is true, on the loop variables."""
 
     op: Op
     sources: Mapping[str, tuple[Source, ...]]
@@ -265,7 +265,7 @@ class LoopStep:
     body: CompiledBlock
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
-        """Execute until the condition fails."""
+        """Execute until the condition is false."""
         variables = tuple(fetch(frame) for fetch in self.initial)
         frame.turns.append(0)
         while _decide(self.condition.run(frame, variables)[0], frame):
@@ -284,7 +284,7 @@ def _decide(condition: Any, frame: Frame) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReadStateStep:
-    """``read_state``: the present tensor of a state."""
+    """``read_state``: returns the current tensor of a state."""
 
     op: Op
     sources: Mapping[str, tuple[Source, ...]]
@@ -305,11 +305,11 @@ class WriteStateStep:
     data: Fetch
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
-        """Replace the state's tensor by a copy, so that values read before do not change."""
-        held = frame.states[self.state]
+        """Replace the state's tensor by a copy of the data, so that earlier reads do not change."""
+        current = frame.states[self.state]
         data: Tensor = self.data(frame)
-        if data.shape != held.shape or data.dtype != held.dtype:
-            raise TypeError(f"state holds {describe(held)} and cannot take {describe(data)}")
+        if data.shape != current.shape or data.dtype != current.dtype:
+            raise TypeError(f"state holds {describe(current)} and cannot take {describe(data)}")
         copied = data.clone()
         frame.states[self.state] = copied
         return (copied,) if self.op.outputs else ()

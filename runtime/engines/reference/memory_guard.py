@@ -1,8 +1,8 @@
-"""A guard that refuses kernels more memory than one request may take.
+"""A guard against kernels that allocate more memory than one request may take.
 
-The sizes of results can come from the values of a program (``fill``, ``tile``, ``pad``) or from
-broadcasting, and need not be the declared sizes. So every torch operator of a kernel whose operands
-allow a large result is first run on meta tensors, which have shapes and no memory.
+The sizes of results can depend on the values of a program (``fill``, ``tile``, ``pad``) or on
+broadcasting, and need not be the declared sizes. So every torch operator that may have a large
+result is first run on meta tensors, which have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from coreml_delegate.runtime.engines.limits import largest_request
 
 _FREE_ELEMENTS = 1 << 25
-"""Results of up to so many elements (256 MB at the widest) are not checked."""
+"""Results of up to this many elements (256 MB at 8 bytes each) are not checked."""
 
 _Bound = Callable[..., float]
 
@@ -80,8 +80,8 @@ def _convolution(
 
 
 _aten = torch.ops.aten
-# Close bounds for frequent operators, for which the product of all sizes is far off. Without one, a
-# meta kernel is run; the first of a process takes a second, because torch imports them then.
+# Close bounds for frequent operators, for which the product of all sizes is far off. Without such a
+# bound a meta kernel is run; the first in a process takes a second, because torch imports them.
 _BOUNDS: dict[Any, _Bound] = {
     _aten.mm.default: _matrix_product,
     _aten.bmm.default: _matrix_product,
@@ -130,17 +130,17 @@ class MemoryGuard(TorchDispatchMode):
         """Check one operator, then run it."""
         keywords = dict(kwargs or {})
         if func._can_decompose():
-            with self:  # its parts are checked
+            with self:  # checks the parts of the operator
                 return func.decompose(*args, **keywords)
         if _allocates(func) and _most_elements(func, args, keywords) > _FREE_ELEMENTS:
-            needed = _result_bytes(func, args, keywords)
-            if needed > _FREE_ELEMENTS and needed > (limit := largest_request()):
-                raise MemoryError(f"{needed} bytes are needed and at most {limit} may be requested")
+            nbytes = _result_bytes(func, args, keywords)
+            if nbytes > _FREE_ELEMENTS and nbytes > (limit := largest_request()):
+                raise MemoryError(f"{nbytes} bytes are needed, at most {limit} may be requested")
         return func(*args, **keywords)
 
 
 def memory_signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what determines a kernel's memory: the shapes and literals of its arguments."""
+    """Return the shapes and literals of a kernel's arguments, which determine its memory."""
     return tuple(_shape_of(value) for value in arguments.values())
 
 
@@ -153,14 +153,14 @@ def _shape_of(value: Any) -> Any:
 
 
 def _allocates(func: Any) -> bool:
-    """Whether an operator makes new tensors, rather than views or changes in place."""
+    """Whether an operator returns new tensors, rather than views or changes in place."""
     return all(result.alias_info is None for result in func._schema.returns)
 
 
 def _most_elements(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> float:
     """Return an upper bound of the number of elements of the result."""
     if func in _BOUNDS:
-        # Keywords hold a dtype or a direction; an operand among them leaves too few here.
+        # Keywords are dtypes and the like; if an operand is a keyword, the bound raises TypeError.
         with suppress(TypeError, IndexError):
             return _BOUNDS[func](*args)
     leaves = list(tree_iter((args, keywords)))
@@ -174,12 +174,12 @@ def _most_elements(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
 def _factors(leaves: Iterable[Any]) -> Iterator[float]:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            # Not numel: a dimension of 0 hides the others, and a matrix product restores them.
+            # Not numel, which is 0 if one size is; the result of a matrix product may not be empty.
             yield from (max(size, 1) for size in leaf.shape)
         elif isinstance(leaf, int):
             yield abs(leaf) + 1.0
         elif isinstance(leaf, float):
-            # The step of a range divides.
+            # A float may divide, as the step of a range does.
             size = abs(leaf)
             yield max(size, 1 / size) if size and math.isfinite(size) else 1.0
 
@@ -188,8 +188,8 @@ def _result_bytes(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) ->
     try:
         results = func(*_on_meta(args), **{**_on_meta(keywords), **_placement(keywords)})
     except Exception:  # noqa: BLE001 - operators raise anything
-        # Either it fails on real operands too and is reported then, or the result's size depends on
-        # values; torch has such operators for selections, which give no more than they are given.
+        # Either the operator fails on real operands too and is reported then, or the size of its
+        # result depends on values; those operators of torch select elements, so results are small.
         return 0
     tensors = (result for result in tree_iter(results) if isinstance(result, Tensor))
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
@@ -203,6 +203,6 @@ def _on_meta(operands: Any) -> Any:
 
 
 def _placement(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    # The keywords of an operator that place its result.
+    # The keywords of an operator that determine the device of its result.
     placed = {"device": torch.device("meta"), "generator": None, "pin_memory": None}
     return {name: value for name, value in placed.items() if name in keywords}

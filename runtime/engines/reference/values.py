@@ -1,7 +1,7 @@
 """Values of a running program, and their conversion from and to arrays and constants.
 
-A tensor of the program is a torch tensor of its *storage* dtype: the dtype itself where torch
-computes in it, a wider signed integer for the unsigned integers torch can only store.
+A tensor of the program is a torch tensor of its *storage* dtype: the same dtype where torch
+computes in it, a wider signed integer for the unsigned integers that torch can only store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Constant, Literal, TensorType, ValueType
 
-CARRIERS: dict[DType, torch.dtype] = {
+STORAGE_DTYPES: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,
     DType.FP16: torch.float16,
     DType.FP32: torch.float32,
@@ -40,16 +40,16 @@ CARRIERS: dict[DType, torch.dtype] = {
     DType.UINT32: torch.int64,
     DType.UINT64: torch.int64,
 }
-"""MIL dtype -> torch dtype of its values; strings have none."""
+"""MIL dtype -> torch dtype of its values, except for strings."""
 
 
 class TensorList(tuple["Tensor | None", ...]):
-    """A MIL list: immutable, with None for an element not written yet."""
+    """An immutable MIL list, with None for unwritten elements."""
 
     __slots__ = ()
 
     def replaced(self, indices: Iterable[int], values: Iterable[Tensor]) -> TensorList:
-        """Return a list with ``values`` at ``indices``, as long as they need."""
+        """Return a list with ``values`` at ``indices``, extended if necessary."""
         items: list[Tensor | None] = list(self)
         for index, value in zip(indices, values, strict=True):
             if not 0 <= index < MAX_LIST:
@@ -60,7 +60,7 @@ class TensorList(tuple["Tensor | None", ...]):
 
 
 Value: TypeAlias = "Tensor | TensorList | str | dict[Any, Any]"
-"""A value of a running program; only ``classify`` returns strings and maps."""
+"""A value of a running program; only ``classify`` returns strings and dicts."""
 
 
 class _SharedMemory:
@@ -80,11 +80,11 @@ def array_to_tensor(array: NDArray[np.generic], dtype: DType) -> Tensor:
     """Return a tensor on the memory of ``array`` if its layout allows, else on a copy.
 
     Args:
-        array: Any strides, writable or not, of the dtype's numpy form.
+        array: Array of the numpy dtype of ``dtype``; any strides, writable or not.
         dtype: The dtype that the program declares.
 
     Returns:
-        A tensor of the same shape and the storage dtype. Must not be written to.
+        A tensor of the same shape and the storage dtype, which must not be written to.
     """
     storage = storage_dtype(dtype)
     if dtype in _WIDENED:
@@ -96,7 +96,7 @@ def array_to_tensor(array: NDArray[np.generic], dtype: DType) -> Tensor:
 
 
 def constant_to_tensor(constant: Constant) -> Tensor:
-    """Return the tensor that a constant holds, sharing its memory.
+    """Return a constant as a tensor that shares its memory.
 
     Raises:
         UnsupportedOpError: The constant is no tensor of numbers.
@@ -111,14 +111,14 @@ def to_literal(value: Constant | Tensor) -> Any:
     if not isinstance(value, Tensor):
         return _literal(value.data)
     if value.numel() > MAX_LIST:
-        raise ValueError(f"{describe(value)} where at most {MAX_LIST} numbers can be meant")
+        raise ValueError(f"{describe(value)} where at most {MAX_LIST} numbers are possible")
     return _to_tuple(value.tolist())
 
 
 def value_to_array(value: Value, declared: ValueType) -> NDArray[np.generic]:
     """Return a value as a new array, in the dtype that the program declares.
 
-    Strings become arrays of numpy strings; a map becomes a rank-0 object array holding the dict.
+    Strings become arrays of numpy strings; a dict becomes a rank-0 object array.
     """
     if isinstance(value, Tensor) and isinstance(declared, TensorType):
         return np.array(value.numpy(), dtype=declared.dtype.numpy, order="C")
@@ -130,11 +130,11 @@ def value_to_array(value: Value, declared: ValueType) -> NDArray[np.generic]:
 def cast_to_declared(value: Any, declared: ValueType) -> Value:
     """Return a kernel's result in the dtype that the program declares.
 
-    Kernels may compute in a wider dtype of the same kind (fp32 for fp16, int64 indices); rounding
-    to the declared dtype happens here, once per op.
+    Kernels may compute in a wider dtype of the same kind (fp32 for fp16, int64 for indices); the
+    result is rounded here, once per op.
 
     Raises:
-        TypeError: The result has another kind of dtype than declared.
+        TypeError: The kind of the result's dtype differs from the declared kind.
     """
     if not isinstance(value, Tensor) or not isinstance(declared, TensorType):
         return cast("Value", value)
@@ -150,21 +150,21 @@ def storage_dtype(dtype: DType) -> torch.dtype:
     """Return the torch dtype of values of ``dtype``.
 
     Raises:
-        UnsupportedOpError: Strings have none.
+        UnsupportedOpError: ``dtype`` is a string.
     """
     try:
-        return CARRIERS[dtype]
+        return STORAGE_DTYPES[dtype]
     except KeyError:
         raise UnsupportedOpError("MIL dtype has no tensor form", got=dtype.label) from None
 
 
 def widen_tensor(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in fp32 if its dtype is a narrower floating-point type, else itself."""
+    """Return ``tensor`` as fp32 if it is fp16 or bf16, else unchanged."""
     return tensor.float() if tensor.dtype in _NARROW_FLOATS else tensor
 
 
 def describe(value: object) -> str:
-    """Return dtype and shape for a message, for example ``float16[1, 3]``."""
+    """Return a value's dtype and shape for a message, for example ``float16[1, 3]``."""
     if isinstance(value, Tensor):
         dims = ", ".join(str(d) for d in value.shape)
         return f"{str(value.dtype).removeprefix('torch.')}[{dims}]"
@@ -200,7 +200,7 @@ def _shorten(value: Value | Constant | None) -> object:
     if not isinstance(value, Constant):
         return value
     data = value.data
-    # Short vectors are attributes: strides, axes. Their values say more than their shape.
+    # Short vectors are attributes such as strides and axes, whose values matter more than shapes.
     if isinstance(data, np.ndarray) and (data.ndim > 1 or data.size > _MAX_SHOWN):
         return _PlainText(str(value.type))
     return _literal(data)

@@ -160,7 +160,7 @@ def _crops(
     rows = ops.unsqueeze(_grid(sampling_mode, first_row, last_row, target[0]), ints(-1))
     columns = ops.unsqueeze(_grid(sampling_mode, first_column, last_column, target[1]), ints(-2))
     height, width = dim_of(x, 2), dim_of(x, 3)
-    (top, bottom, down), (left, right, across) = (
+    (top_row, bottom_row, down), (left_column, right_column, across) = (
         _neighbours(rows, height),
         _neighbours(columns, width),
     )
@@ -175,8 +175,8 @@ def _crops(
         return ops.gather(pixels, index, ints(0))
 
     crop = _interpolate(
-        _interpolate(read(top, left), read(bottom, left), down),
-        _interpolate(read(top, right), read(bottom, right), down),
+        _interpolate(read(top_row, left_column), read(bottom_row, left_column), down),
+        _interpolate(read(top_row, right_column), read(bottom_row, right_column), down),
         across,
     )
     axes = range(lead)

@@ -1,9 +1,8 @@
 """The kernels of the reference engine: one function per version of a MIL op, one module per family.
 
-The annotation of a parameter says how its argument is passed: ``Tensor`` as a tensor,
-``tuple[Tensor, ...]`` as the tensors of a variadic parameter, ``TensorList`` as a list, anything
-else as a literal (Python scalars, strings, tuples), whether the program has it as a constant or
-computes it.
+The annotation of a parameter defines how its argument is passed: ``Tensor`` as a tensor,
+``tuple[Tensor, ...]`` as the tensors of a variadic parameter, ``TensorList`` as a list, and any
+other annotation as a literal (Python scalars, strings, tuples), constant or computed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _VARIADIC = "variadic"
 
 Ints = tuple[int, ...]
-"""A vector of integers or rank-0 literal vector: axes, strides, shapes."""
+"""A vector of integers: axes, strides, shapes."""
 
 Bools = tuple[bool, ...]
 """A vector of booleans: masks."""
@@ -59,32 +58,32 @@ class Passing(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel(OpVersion[Passing]):
-    """A version of an op whose function returns a value, or a tuple of them.
+    """A version of an op; its function returns a value or a tuple of values.
 
     Attributes:
         widen: Whether fp16 tensors are passed as fp32 and the result is rounded once at the end, as
-            hardware with wide accumulators does. The other kernels compute in fp16 itself.
+            by hardware with wide accumulators. Other kernels compute in fp16.
     """
 
     widen: bool
 
 
 KERNELS: OpTable[Kernel] = OpTable("kernel", __name__)
-"""The ops that the reference engine has."""
+"""The ops that the reference engine supports."""
 
 
 def kernel(
     *op_types: str, since: Opset = Opset.iOS15, widen: bool = False
 ) -> Callable[[Function], Function]:
-    """Register a function as the kernel of one op type or of several with one schema.
+    """Register a function as the kernel of op types that share a schema.
 
     Args:
         op_types: MIL op types.
-        since: First opset whose version of the op this is.
+        since: First opset with this version of the op.
         widen: See ``Kernel.widen``.
 
     Raises:
-        ValueError: The op has a kernel since that opset.
+        ValueError: The op already has a kernel for that opset.
     """
 
     def register(function: Function) -> Function:

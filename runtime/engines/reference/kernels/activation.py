@@ -15,7 +15,7 @@ from coreml_delegate.runtime.engines.reference.kernels import kernel
 
 _Unary = Callable[[Tensor], Tensor]
 
-# torch computes each of these in fp32 and rounds once, for fp16 tensors too.
+# torch computes these in fp32 and rounds once, also for fp16 tensors.
 _PLAIN: dict[str, _Unary] = {
     "relu": torch.relu,
     "relu6": F.relu6,
@@ -50,7 +50,7 @@ def softsign(x: Tensor) -> Tensor:
 
 @kernel("gelu", widen=True)
 def gelu(x: Tensor, mode: str = "EXACT") -> Tensor:
-    """Gaussian error linear unit in one of three formulations."""
+    """GELU, ``x * 0.5 * (1 + erf(x / sqrt(2)))``, exact or by its tanh or sigmoid approximation."""
     if mode not in _GELU:
         raise ValueError(f"gelu mode is {mode!r}, not one of {', '.join(_GELU)}")
     return _GELU[mode](x)
@@ -100,19 +100,19 @@ def sigmoid_hard(x: Tensor, alpha: float, beta: float) -> Tensor:
 
 @kernel("prelu", widen=True)
 def prelu(x: Tensor, alpha: Tensor) -> Tensor:
-    """Leaky ReLU with one slope per channel; ``x``: [N, C, *spatial], ``alpha``: [C]."""
+    """Leaky ReLU with a slope per channel; ``x``: [N, C, *spatial], ``alpha``: [C]."""
     return torch.where(x > 0, x, _per_channel(alpha, x) * x)
 
 
 @kernel("softplus_parametric", widen=True)
 def softplus_parametric(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
-    """``alpha * log(1 + e**(beta * x))`` with one pair per channel of ``x``: [N, C, *spatial]."""
+    """``alpha * log(1 + e**(beta * x))``; ``alpha`` and ``beta``: [C], ``x``: [N, C, *spatial]."""
     return _per_channel(alpha, x) * F.softplus(_per_channel(beta, x) * x)
 
 
 @kernel("softmax")
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """Exponentials normalised to sum 1 along ``axis``."""
+    """``exp(x) / sum(exp(x), axis)``."""
     return torch.softmax(x, dim=axis)
 
 

@@ -1,4 +1,4 @@
-"""Compressed weights: ops whose arguments are all constants, evaluated when a function is compiled.
+"""Compressed weights: ops with constant arguments, evaluated at compile time.
 
 Source: coremltools' MIL op reference, ``constexpr_ops`` (iOS16) and ``compression`` (iOS18).
 """
@@ -30,7 +30,7 @@ def _unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _repeat_blocks(value: Tensor, shape: torch.Size) -> Tensor:
-    """``value`` with every element repeated over its block of ``shape``, or left to broadcast."""
+    """Return ``value`` repeated over the blocks of ``shape``, except along axes that broadcast."""
     for axis, (blocks, size) in enumerate(zip(value.shape, shape, strict=True)):
         if size % blocks:
             raise ValueError(f"{blocks} blocks do not divide a size of {size} (axis {axis})")
@@ -45,7 +45,7 @@ def constexpr_cast(
     source_val: Tensor,
     output_dtype: str,  # noqa: ARG001 - the declared type of the output says the same
 ) -> Tensor:
-    """``source_val`` in another floating-point type."""
+    """``source_val`` as ``output_dtype``."""
     return source_val
 
 
@@ -53,7 +53,7 @@ def constexpr_cast(
 def constexpr_affine_dequantize(
     quantized_data: Tensor, zero_point: Tensor, scale: Tensor, axis: int
 ) -> Tensor:
-    """``scale * (quantized_data - zero_point)``, one pair for all or per index of ``axis``."""
+    """``scale * (quantized_data - zero_point)``, per tensor or along ``axis``."""
     rank = quantized_data.dim()
     shifted = quantized_data.float() - along_axis(zero_point, axis, rank).float()
     return shifted * along_axis(scale, axis, rank)
@@ -61,14 +61,14 @@ def constexpr_affine_dequantize(
 
 @kernel("constexpr_lut_to_dense", since=Opset.iOS16)
 def constexpr_lut_to_dense(indices: Tensor, lut: Tensor, shape: Ints) -> Tensor:
-    """Entries of ``lut`` at packed ``indices`` (least significant bits first), in ``shape``."""
+    """``lut[indices]``, reshaped to ``shape``; indices are packed, least significant bits first."""
     bits = max(1, lut.numel().bit_length() - 1)
     return lut[_unpack(indices, bits, math.prod(shape)).long()].reshape(shape)
 
 
 @kernel("constexpr_sparse_to_dense", since=Opset.iOS16)
 def constexpr_sparse_to_dense(nonzero_data: Tensor, mask: Tensor, shape: Ints) -> Tensor:
-    """``nonzero_data`` where the packed ``mask`` has a 1, else 0, in ``shape``."""
+    """``nonzero_data`` where the packed bits of ``mask`` are set, else 0, reshaped to ``shape``."""
     return _to_dense(nonzero_data, _unpack(mask, 1, math.prod(shape)).reshape(shape))
 
 
@@ -76,7 +76,7 @@ def constexpr_sparse_to_dense(nonzero_data: Tensor, mask: Tensor, shape: Ints) -
 def constexpr_blockwise_shift_scale(
     data: Tensor, scale: Tensor, offset: Tensor | None = None
 ) -> Tensor:
-    """``scale * (data - offset)``, one pair per block; all of one rank."""
+    """``scale * (data - offset)``, with a scale and an offset per block; all have the same rank."""
     values = data.float()
     if offset is not None:
         values = values - _repeat_blocks(offset, data.shape).float()
@@ -87,13 +87,13 @@ def constexpr_blockwise_shift_scale(
 def constexpr_grouped_lut_to_dense(
     indices: Tensor, lut: Tensor, vector_axis: int | None = None
 ) -> Tensor:
-    """Entries of the table of each block at ``indices``.
+    """``lut[indices]``, with a table per block of indices.
 
     Args:
         indices: [*shape], unsigned.
         lut: [*blocks, palettes, vector], one table per block of ``shape``.
-        vector_axis: Dimension along which the elements of a table's vectors follow each other;
-            needed if they have more than one.
+        vector_axis: Dimension of the result along which the elements of a vector lie; required for
+            vectors of more than one element.
     """
     vector = lut.shape[-1]
     if vector > 1 and vector_axis is None:
@@ -110,7 +110,7 @@ def constexpr_grouped_lut_to_dense(
 
 @kernel("constexpr_sparse_to_dense", since=Opset.iOS18)
 def constexpr_masked_to_dense(nonzero_data: Tensor, mask: Tensor) -> Tensor:
-    """``nonzero_data`` where ``mask`` has a 1, else 0."""
+    """``nonzero_data`` where ``mask`` is set, else 0."""
     return _to_dense(nonzero_data, mask)
 
 
@@ -121,7 +121,7 @@ def constexpr_lut_to_sparse(
     lut: Tensor,
     vector_axis: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The mask and the non-zero values of ``constexpr_lut_to_dense`` on sparse indices."""
+    """Mask and nonzero values of ``constexpr_lut_to_dense`` on sparse indices."""
     dense = constexpr_grouped_lut_to_dense(
         _to_dense(indices_nonzero_data, indices_mask), lut, vector_axis
     )
@@ -135,7 +135,7 @@ def constexpr_lut_to_sparse(
 def constexpr_sparse_blockwise_shift_scale(
     data_mask: Tensor, nonzero_data: Tensor, scale: Tensor, offset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The mask and the non-zero values of ``constexpr_blockwise_shift_scale`` on sparse data."""
+    """Mask and nonzero values of ``constexpr_blockwise_shift_scale`` on sparse data."""
     dense = constexpr_blockwise_shift_scale(_to_dense(nonzero_data, data_mask), scale, offset)
     return data_mask, dense[data_mask != 0]
 

@@ -67,7 +67,7 @@ def conv_quantized(
     dilations: Ints | None = None,
     groups: int = 1,
 ) -> Tensor:
-    """Convolution with ``weight * quant_scale + quant_bias``; one weight per byte only."""
+    """Convolution with ``weight * quant_scale + quant_bias``; 8-bit weights only."""
     if quantization_type != "linear" or nbits != 8:
         raise ValueError(
             f"conv_quantized is implemented for 8-bit linear weights, not {nbits}-bit "
@@ -96,9 +96,9 @@ def conv_transpose(
 ) -> Tensor:
     """Transposed convolution; ``x``: [N, C_in, *spatial], ``weight``: [C_in, C_out / groups, *K].
 
-    The full result is cropped by ``pad``; for ``same``, evenly around to ``spatial * strides``.
-    ``output_shape`` overrides the size and moves the end: what lies beyond the full result is bias
-    alone.
+    The full result is cropped by ``pad``; for ``same``, evenly to ``spatial * strides``.
+    ``output_shape`` overrides the size and moves the end: positions beyond the full result have
+    only the bias.
     """
     rank = x.dim() - 2
     strides = strides or (1,) * rank
@@ -140,11 +140,11 @@ def resolve_padding(
     extents: Sequence[int],
     strides: Sequence[int],
 ) -> Padding:
-    """The padding a ``pad_type`` stands for.
+    """Return the padding of a ``pad_type``.
 
     Args:
-        pad_type: ``valid``, ``custom``, ``same`` (the odd element goes after) or ``same_lower`` (it
-            goes before).
+        pad_type: ``valid``, ``custom``, ``same`` (an odd element is at the end) or ``same_lower``
+            (at the start).
         pad: [2 * spatial]: before and after, for ``custom``.
         sizes: Input size per spatial dimension.
         extents: Window extent per spatial dimension.
@@ -171,7 +171,7 @@ def resolve_padding(
 
 
 def pad_spatial(x: Tensor, padding: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
-    """``x`` with constant elements around its last dimensions; negative amounts crop."""
+    """Return ``x`` padded with ``value`` along its last dimensions; negative amounts crop."""
     if not any(before or after for before, after in padding):
         return x
     return F.pad(x, [amount for pair in reversed(padding) for amount in pair], value=value)

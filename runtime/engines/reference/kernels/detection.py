@@ -21,15 +21,15 @@ def non_maximum_suppression(
     max_boxes: int,
     per_class_suppression: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The best boxes that overlap none better by more than ``iou_threshold``.
+    """Keep boxes in order of score, unless they overlap a better kept box.
 
     Args:
         boxes: [N, B, 4]: centre x, centre y, width, height.
-        scores: [N, B, K]; a box's score is its best class's.
-        iou_threshold: Intersection over union above which the worse box goes.
-        score_threshold: Scores not above it are out from the start, but the best box of all stays.
-        max_boxes: Boxes to return; what is missing is 0, its index -1.
-        per_class_suppression: Whether boxes suppress those of their own class alone.
+        scores: [N, B, K]; the score of a box is its highest class score.
+        iou_threshold: Intersection over union above which a better box suppresses a worse one.
+        score_threshold: Boxes whose score is not above it are dropped, except the best box.
+        max_boxes: Number of boxes to return; missing boxes are 0, their indices -1.
+        per_class_suppression: Whether boxes suppress only boxes of the same best class.
 
     Returns:
         Boxes [N, max_boxes, 4], scores [N, max_boxes, K], indices [N, max_boxes], counts [N].
@@ -40,13 +40,13 @@ def non_maximum_suppression(
     ]
     kept_boxes = boxes.new_zeros(len(batches), max_boxes, boxes.shape[2])
     kept_scores = scores.new_zeros(len(batches), max_boxes, scores.shape[2])
-    kept = torch.full((len(batches), max_boxes), -1, dtype=torch.int64)
+    indices = torch.full((len(batches), max_boxes), -1, dtype=torch.int64)
     for n, chosen in enumerate(batches):
         count = len(chosen)
         kept_boxes[n, :count] = boxes[n, chosen]
         kept_scores[n, :count] = scores[n, chosen]
-        kept[n, :count] = chosen
-    return kept_boxes, kept_scores, kept, torch.tensor([len(chosen) for chosen in batches])
+        indices[n, :count] = chosen
+    return kept_boxes, kept_scores, indices, torch.tensor([len(chosen) for chosen in batches])
 
 
 @kernel("non_maximum_suppression", since=Opset.iOS17, widen=True)
@@ -57,11 +57,11 @@ def non_maximum_suppression_boxes_last(
     max_boxes: int,
     per_class_suppression: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As before, without threshold or counts, and with the boxes in the last dimension."""
-    kept_boxes, kept_scores, kept, _ = non_maximum_suppression(
+    """As for iOS 15, without score threshold and counts; boxes [N, 4, B], scores [N, K, B]."""
+    kept_boxes, kept_scores, indices, _ = non_maximum_suppression(
         boxes.mT, scores.mT, iou_threshold, -torch.inf, max_boxes, per_class_suppression
     )
-    return kept_boxes.mT, kept_scores.mT, kept
+    return kept_boxes.mT, kept_scores.mT, indices
 
 
 def _survivors(
@@ -78,13 +78,13 @@ def _survivors(
 def pick_top(
     boxes: Tensor, candidates: Tensor, iou_threshold: float, classes: Tensor | None
 ) -> Tensor:
-    """Return the candidates that overlap none before them, of those returned, by more.
+    """Return the candidates that do not overlap an earlier returned candidate.
 
     Args:
         boxes: [B, 4]: centre x, centre y, width, height.
         candidates: Indices of boxes, the best first.
-        iou_threshold: Intersection over union above which the later candidate goes.
-        classes: [B], if boxes suppress those of their own class only; else None.
+        iou_threshold: Intersection over union above which the later candidate is dropped.
+        classes: [B], if boxes suppress only boxes of the same class; else None.
     """
     chosen: list[Tensor] = []
     while len(candidates):
@@ -97,12 +97,13 @@ def pick_top(
     return torch.cat(chosen) if chosen else candidates
 
 
-def _intersection_over_union(box: Tensor, others: Tensor) -> Tensor:
-    """Return how much of their union a box [1, 4] and each of the others [B, 4] share, [B]."""
+def _intersection_over_union(box: Tensor, boxes: Tensor) -> Tensor:
+    """Return intersection over union of ``box`` [1, 4] and each of ``boxes`` [B, 4], [B]."""
     (low, high), (lows, highs) = (
-        (b[:, :2] - b[:, 2:] / 2, b[:, :2] + b[:, 2:] / 2) for b in (box, others)
+        (corners[:, :2] - corners[:, 2:] / 2, corners[:, :2] + corners[:, 2:] / 2)
+        for corners in (box, boxes)
     )
     inner = torch.minimum(high, highs) - torch.maximum(low, lows)
     intersection = inner.clamp(min=0).prod(dim=-1)
-    union = box[:, 2:].prod(dim=-1) + others[:, 2:].prod(dim=-1) - intersection
+    union = box[:, 2:].prod(dim=-1) + boxes[:, 2:].prod(dim=-1) - intersection
     return torch.where(union > 0, intersection / union, torch.zeros_like(union))

@@ -43,7 +43,7 @@ _UNARY: dict[str, _Unary] = {
 
 
 def _divide_in_64_bits(function: _Binary) -> _Binary:
-    """``function``, of integers in 64 bits: the least int32 by -1 would kill the process."""
+    """Return ``function`` with integers in 64 bits: ``-2**31 / -1`` in int32 kills the process."""
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         return function(x, y) if x.is_floating_point() else function(x.long(), y.long()).to(x.dtype)
@@ -52,7 +52,7 @@ def _divide_in_64_bits(function: _Binary) -> _Binary:
 
 
 def _by_powers_of_two(function: _Binary, of_bits: _Binary) -> _Binary:
-    """``function``, of int32 by a few powers of two as ``of_bits``, which is ten times as fast."""
+    """Return ``function`` with ``of_bits``, ten times as fast, for int32 and few powers of two."""
 
     def run(x: Tensor, y: Tensor) -> Tensor:
         is_few = y.dtype == torch.int32 and y.numel() <= 4
@@ -63,7 +63,7 @@ def _by_powers_of_two(function: _Binary, of_bits: _Binary) -> _Binary:
     return run
 
 
-# torch's fp16 kernels of the rest compute in fp32 and round once; these are an ulp off at times.
+# torch's fp16 kernels of these ops may be an ulp off; the others compute in fp32 and round once.
 _LOOSE_IN_FP16 = {"acos", "asin", "atan", "atanh", "erf"}
 
 _BINARY: dict[str, _Binary] = {
@@ -125,7 +125,7 @@ def inverse(x: Tensor, epsilon: float = 1e-4) -> Tensor:
 
 @kernel("log")
 def log(x: Tensor, epsilon: float = 1e-45) -> Tensor:
-    """Natural logarithm of ``x + epsilon``."""
+    """``log(x + epsilon)``."""
     return torch.log(x + epsilon)
 
 
@@ -149,7 +149,7 @@ def threshold(x: Tensor, alpha: float) -> Tensor:
 
 @kernel("cast")
 def cast(x: Tensor, dtype: str) -> Tensor:
-    """``x`` converted: floats to integers towards zero, integers modulo 2**bits."""
+    """``x`` as ``dtype``: floats are truncated to integers, integers wrap modulo 2**bits."""
     target = DType.from_label(dtype)
     if target in (DType.UINT16, DType.UINT32):
         return x.to(torch.int64) % (1 << target.bits)

@@ -1,9 +1,9 @@
-"""Gathering and scattering by index, sorting, and tensors made of numbers.
+"""Gathering and scattering by index, sorting, and constant tensors.
 
-Indices are validated as each opset says. Up to iOS16 negative ones count from the end and others
-out of range fail. From iOS17 on ``validate_indices`` decides: if it is true, indices outside of
-[0, size) fail; if not, MIL leaves the result undefined but safe, which here means negative ones
-count from the end and the rest is clamped.
+Indices are validated by the rules of each opset. Up to iOS16, negative indices count from the end
+and others out of range fail. From iOS17 on, ``validate_indices`` decides: if it is true, indices
+outside of [0, size) fail; if not, MIL leaves the result undefined but safe. Here negative indices
+then count from the end, and others out of range are clamped.
 
 Source: coremltools' MIL op reference, ``scatter_gather`` and ``tensor_operation``.
 """
@@ -21,7 +21,7 @@ from coreml_delegate.targets import Opset
 
 
 def _wrap_negative(indices: Tensor, size: int) -> Tensor:
-    """Indices of a dimension of ``size`` as int64 in range; negative ones count from the end.
+    """Return indices as int64, with ``size`` added to negative indices.
 
     Raises:
         IndexError: An index is outside of [-size, size).
@@ -33,7 +33,7 @@ def _wrap_negative(indices: Tensor, size: int) -> Tensor:
 
 
 def _check_or_clamp(indices: Tensor, size: int, validate: bool) -> Tensor:
-    """Indices under the rules of iOS17.
+    """Return indices as int64, validated or clamped by the rules of iOS17.
 
     Raises:
         IndexError: ``validate`` is set and an index is outside of [0, size).
@@ -51,7 +51,7 @@ def _check_or_clamp(indices: Tensor, size: int, validate: bool) -> Tensor:
 
 @kernel("gather")
 def gather(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
-    """Slices of ``x`` along ``axis``; the dimensions of ``indices`` take the place of ``axis``."""
+    """Slices of ``x`` along ``axis``; the dimensions of ``indices`` replace ``axis``."""
     return _gather(x, _wrap_negative(indices, x.shape[axis]), axis, 0)
 
 
@@ -88,7 +88,7 @@ def _gather(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Tensor:
 
 @kernel("gather_along_axis")
 def gather_along_axis(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
-    """Elements of ``x`` along ``axis``, one index per element of the result."""
+    """``y[i][j] = x[indices[i][j]][j]`` for axis 0."""
     return x.gather(axis, _wrap_negative(indices, x.shape[axis]))
 
 
@@ -102,7 +102,7 @@ def gather_along_axis_validated(
 
 @kernel("gather_nd")
 def gather_nd(x: Tensor, indices: Tensor) -> Tensor:
-    """Slices of ``x`` at coordinates: the last dimension of ``indices``."""
+    """Slices of ``x`` at coordinates, which are along the last dimension of ``indices``."""
     return _gather_nd(x, indices, 0, _wrap_negative)
 
 
@@ -148,7 +148,7 @@ _SCATTER_MODES = ("update", *_REDUCTIONS)
 
 
 def _combine(data: Tensor, axis: int, indices: Tensor, updates: Tensor, mode: str) -> Tensor:
-    """``data`` with ``updates`` combined in along ``axis``, one index per update."""
+    """``data[indices[i][j]][j] = updates[i][j]`` for axis 0, or combined by ``mode``."""
     if mode not in _SCATTER_MODES:
         raise ValueError(f"scatter mode is {mode!r}, not one of {', '.join(_SCATTER_MODES)}")
     if mode == "update":
@@ -209,7 +209,7 @@ def scatter_validated(
 def scatter_along_axis(
     data: Tensor, indices: Tensor, updates: Tensor, axis: int = 0, mode: str = "add"
 ) -> Tensor:
-    """``data`` with elements along ``axis`` combined with ``updates``, one index per update."""
+    """``data[indices[i][j]][j] = updates[i][j]`` for axis 0, or combined by ``mode``."""
     return _combine(data, axis, _wrap_negative(indices, data.shape[axis]), updates, mode)
 
 
@@ -229,7 +229,7 @@ def scatter_along_axis_validated(
 
 @kernel("scatter_nd", widen=True)
 def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor, mode: str = "add") -> Tensor:
-    """``data`` with slices at coordinates combined with updates; ``indices``: [*, depth]."""
+    """``data`` with slices at coordinates combined with ``updates``; ``indices``: [*, depth]."""
     return _scatter_nd(data, indices, updates, mode, _wrap_negative)
 
 
@@ -252,19 +252,19 @@ _Scalar = float | int | bool
 
 @kernel("fill")
 def fill(shape: Ints, value: _Scalar = 0.0) -> Tensor:
-    """``value`` in every element."""
+    """A tensor of shape ``shape``, every element ``value``."""
     return torch.full(shape, value)
 
 
 @kernel("fill_like", since=Opset.iOS16)
 def fill_like(ref_tensor: Tensor, value: _Scalar = 0.0) -> Tensor:
-    """``value`` in every element, in the shape of ``ref_tensor``."""
+    """A tensor of the shape of ``ref_tensor``, every element ``value``."""
     return torch.full(ref_tensor.shape, value)
 
 
 @kernel("range_1d")
 def range_1d(end: _Scalar, start: _Scalar, step: _Scalar) -> Tensor:
-    """``start``, ``start + step`` ... up to but not including ``end``."""
+    """``start``, ``start + step``, ... below ``end``."""
     if (end - start) * step <= 0:
         return torch.arange(start, start, 1)  # empty, of the dtype of start
     return torch.arange(start, end, step)
@@ -285,7 +285,7 @@ def one_hot(
 
 @kernel("non_zero")
 def non_zero(x: Tensor) -> Tensor:
-    """Coordinates of the elements that are not 0: [count, rank]."""
+    """Coordinates [count, rank] of the nonzero elements."""
     return torch.nonzero(x)
 
 
@@ -326,5 +326,5 @@ def topk_typed_indices(
     return_indices: bool = True,
     output_indices_dtype: str = "int32",  # noqa: ARG001 - the declared type says the same
 ) -> tuple[Tensor, ...]:
-    """``topk`` with or without indices, of a dtype of choice; ``k`` of -1 takes all."""
+    """``topk`` with or without indices of the declared dtype; ``k`` of -1 takes all elements."""
     return topk(x, k, axis, ascending)[: 1 + return_indices]

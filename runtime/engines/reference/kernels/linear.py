@@ -19,7 +19,7 @@ from coreml_delegate.targets import Opset
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``; ``x``: [*, D_in], ``weight``: [D_out, D_in], ``bias``: [D_out].
 
-    From iOS17 on one may be of integers where the other is of floats.
+    From iOS17 on, one of ``x`` and ``weight`` may have integers and the other floats.
     """
     dtype = torch.promote_types(x.dtype, weight.dtype)
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -28,10 +28,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @kernel("matmul", widen=True)
 def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
     """Batched matrix product with numpy's broadcasting; transposing a vector has no effect."""
-    left = x.mT if transpose_x and x.dim() > 1 else x
-    right = y.mT if transpose_y and y.dim() > 1 else y
+    x_ = x.mT if transpose_x and x.dim() > 1 else x
+    y_ = y.mT if transpose_y and y.dim() > 1 else y
     dtype = torch.promote_types(x.dtype, y.dtype)
-    return torch.matmul(left.to(dtype), right.to(dtype))
+    return torch.matmul(x_.to(dtype), y_.to(dtype))
 
 
 @kernel("einsum", widen=True)
@@ -46,8 +46,8 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Attention; ``query``: [B, *, L, E], ``key``: [B, *, S, E], ``value``: [B, *, S, EV].
 
-    A boolean mask keeps where it is true; a mask of floats is added to the scores. A row with
-    nothing to keep is nan, as the formula has it.
+    ``softmax(query @ key.T / sqrt(E) + attn_mask) @ value``. A boolean mask is true for keys to
+    attend to; a row without such keys is NaN, by the formula.
     """
     scores = query @ key.mT / math.sqrt(query.shape[-1])
     if attn_mask is not None:

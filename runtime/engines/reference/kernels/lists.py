@@ -23,7 +23,7 @@ def make_list(
     dynamic_length: bool = True,  # noqa: ARG001 - every list grows when written beyond its end
     dtype: str = "fp32",
 ) -> TensorList:
-    """A list of zeros where the element's shape is known, else of nothing."""
+    """A list of zeros, or of unwritten elements if the element's shape is unknown."""
     if not 0 <= init_length < MAX_LIST:
         raise ValueError(f"a list of {init_length} elements, not of fewer than {MAX_LIST}")
     if any(isinstance(size, str) for size in elem_shape):
@@ -46,7 +46,7 @@ def list_read(ls: TensorList, index: int) -> Tensor:
 
 @kernel("list_write")
 def list_write(ls: TensorList, index: int, value: Tensor) -> TensorList:
-    """The list with one element replaced."""
+    """The list with the element at ``index`` replaced by ``value``."""
     return ls.replaced([index], [value])
 
 
@@ -58,13 +58,13 @@ def list_gather(ls: TensorList, indices: tuple[int, ...]) -> Tensor:
 
 @kernel("list_scatter")
 def list_scatter(ls: TensorList, indices: tuple[int, ...], value: Tensor) -> TensorList:
-    """The list with several elements replaced by those along the first dimension of ``value``."""
+    """The list with the elements at ``indices`` replaced by ``value`` [indices, *element]."""
     return ls.replaced(indices, value.unbind(0))
 
 
 @kernel("classify")
 def classify(probabilities: Tensor, classes: tuple[Any, ...]) -> tuple[Any, dict[Any, float]]:
-    """The most probable class, and the probability of each."""
+    """The most probable class, and the probability of every class."""
     scores = probabilities.reshape(-1).tolist()
     by_class = dict(zip(classes, scores, strict=True))
     best = classes[int(torch.argmax(probabilities))]
@@ -72,7 +72,7 @@ def classify(probabilities: Tensor, classes: tuple[Any, ...]) -> tuple[Any, dict
 
 
 def _read_element(ls: TensorList, index: int) -> Tensor:
-    """An element; zeros if the list was made longer than what was written to it."""
+    """Return an element; zeros if it was never written but the shape is known."""
     if not 0 <= index < len(ls):
         raise IndexError(f"list index {index} is outside of [0, {len(ls)})")
     element = ls[index]

@@ -21,7 +21,7 @@ def batch_norm(
     beta: Tensor | None = None,
     epsilon: float = 1e-5,
 ) -> Tensor:
-    """Given statistics per channel of ``x``: [N, C, *spatial]."""
+    """``gamma * (x - mean) / sqrt(variance + epsilon) + beta``, per channel of [N, C, *spatial]."""
     return F.batch_norm(x, mean, variance, gamma, beta, eps=epsilon)
 
 
@@ -29,7 +29,7 @@ def batch_norm(
 def instance_norm(
     x: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None, epsilon: float = 1e-5
 ) -> Tensor:
-    """Statistics per sample and channel of ``x``: [N, C, *spatial]."""
+    """Normalization of ``x`` [N, C, *spatial] over the spatial axes, scaled per channel."""
     affine_shape = (-1, *(1,) * (x.dim() - 2))
     return _normalize(
         x,
@@ -48,7 +48,7 @@ def layer_norm(
     beta: Tensor | None = None,
     epsilon: float = 1e-5,
 ) -> Tensor:
-    """Statistics over ``axes`` (all by default); ``gamma`` and ``beta`` have the shape of those."""
+    """Normalization of ``x`` over ``axes``, along which ``gamma`` and ``beta`` scale and shift."""
     over = sorted(range(x.dim()) if axes is None else (axis % x.dim() for axis in axes))
     affine_shape = [size if axis in over else 1 for axis, size in enumerate(x.shape)]
     return _normalize(
@@ -62,7 +62,7 @@ def layer_norm(
 
 @kernel("l2_norm", widen=True)
 def l2_norm(x: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """``x`` over the root of the sum of squares of its last three dimensions."""
+    """``x / sqrt(sum(x ** 2) + epsilon)``, the sum over the last three axes."""
     squares = torch.sum(x * x, dim=(-3, -2, -1), keepdim=True)
     return x / torch.sqrt(squares + epsilon)
 
@@ -71,7 +71,7 @@ def l2_norm(x: Tensor, epsilon: float = 1e-6) -> Tensor:
 def local_response_norm(
     x: Tensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Tensor:
-    """``x`` over ``(k + alpha / size * squares of `size` neighbouring channels) ** beta``."""
+    """``x / (k + alpha / size * sum(x**2)) ** beta``, summed over the ``size`` nearest channels."""
     return F.local_response_norm(x, size, alpha, beta, k)
 
 

@@ -1,7 +1,7 @@
 """Pooling.
 
-Every mode is one plan: pad explicitly, slide without padding. Averages divide by a count that is
-pooled the same way, so that excluded padding and windows cut by ``ceil_mode`` are no special cases.
+Every mode pads explicitly and pools without padding. Averages are divided by a count that is pooled
+likewise, so that excluded padding and windows cut by ``ceil_mode`` are no special cases.
 
 Source: coremltools' MIL op reference, ``pool``.
 """
@@ -31,8 +31,8 @@ _MEAN: dict[int, Callable[..., Tensor]] = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: 
 class _Windows:
     sizes: Ints
     strides: Ints
-    padding: Padding  # what the program asks for
-    overhang: Padding  # what ceil_mode lets windows reach beyond it
+    padding: Padding  # of the program
+    overhang: Padding  # elements beyond the padding that windows cover with ceil_mode
 
     @property
     def pads(self) -> bool:
@@ -60,7 +60,7 @@ def _windows(
 
 def _overhang(padded: int, last_start: int, window: int, stride: int) -> int:
     count = -(-(padded - window) // stride) + 1
-    # A window that would start in the padding after the input is dropped, but only if there is any.
+    # Drop a window that would start in the padding after the input, if there is such padding.
     if (count - 1) * stride >= last_start and padded > last_start:
         count -= 1
     return max(0, (count - 1) * stride + window - padded)
@@ -75,7 +75,7 @@ def max_pool(
     pad: Ints | None = None,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """Maximum per window of ``x``: [N, C, *spatial]; padding never wins."""
+    """Maximum per window of ``x``: [N, C, *spatial], padded with minus infinity."""
     windows = _windows(x.shape[2:], kernel_sizes, strides, pad_type, pad, ceil_mode)
     padded = pad_spatial(pad_spatial(x, windows.padding, -math.inf), windows.overhang, -math.inf)
     return _MAX[x.dim() - 2](padded, windows.sizes, windows.strides)
@@ -91,7 +91,7 @@ def avg_pool(
     exclude_padding_from_average: bool = False,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """Mean per window of ``x``: [N, C, *spatial]; asked-for padding counts unless excluded."""
+    """Mean per window of ``x``: [N, C, *spatial]; the padding counts unless it is excluded."""
     windows = _windows(x.shape[2:], kernel_sizes, strides, pad_type, pad, ceil_mode)
     mean = _mean(x, windows)
     if not windows.pads:
@@ -113,7 +113,7 @@ def l2_pool(
     pad: Ints | None = None,
     ceil_mode: bool = False,
 ) -> Tensor:
-    """Root of the sum of squares per window of ``x``: [N, C, *spatial]."""
+    """``sqrt(sum(x ** 2))`` per window of ``x``: [N, C, *spatial]."""
     windows = _windows(x.shape[2:], kernel_sizes, strides, pad_type, pad, ceil_mode)
     return torch.sqrt(_mean(x * x, windows) * math.prod(windows.sizes))
 

@@ -15,12 +15,12 @@ from coreml_delegate.targets import Opset
 
 
 def along_axis(parameter: Tensor, axis: int | None, rank: int) -> Tensor:
-    """A scale or zero point shaped to broadcast against a tensor of ``rank``.
+    """Return a scale or zero point reshaped to broadcast along ``axis`` of a tensor.
 
     Args:
-        parameter: Scalar, or [size of ``axis``].
-        axis: Needed for a vector.
-        rank: Of the tensor.
+        parameter: A scalar, or a vector along ``axis``.
+        axis: Axis of a vector.
+        rank: Rank of the tensor.
 
     Raises:
         ValueError: A vector without ``axis``.
@@ -40,7 +40,7 @@ def quantize(
     zero_point: Tensor | None = None,
     axis: int | None = None,
 ) -> Tensor:
-    """``round(input / scale) + zero_point`` saturated to ``output_dtype``; halves go to even."""
+    """``clip(round(input / scale) + zero_point)`` in ``output_dtype``; halves round to even."""
     levels = torch.round(input / along_axis(scale, axis, input.dim()))
     if zero_point is not None:
         levels = levels + along_axis(zero_point, axis, input.dim()).float()

@@ -1,4 +1,4 @@
-"""Recurrent layers, step by step.
+"""Recurrent layers, computed step by step.
 
 Source: coremltools' MIL op reference, ``recurrent``.
 """
@@ -38,7 +38,7 @@ def _steps(x: Tensor, direction: str) -> Iterator[Tensor]:
 
 
 def _sequence(hidden: list[Tensor], output_sequence: bool) -> Tensor:
-    """[s, b, H] in the order of computation, or the last step alone."""
+    """Return [s, b, H] in order of computation, or only the last step."""
     return torch.stack(hidden if output_sequence else hidden[-1:])
 
 
@@ -53,7 +53,7 @@ def rnn(
     output_sequence: bool = False,
     activation: str = "tanh",
 ) -> tuple[Tensor, Tensor]:
-    """Elman layer; ``x``: [s, b, I], ``initial_h``: [b, H]."""
+    """Elman layer, ``h <- act(W_ih x + W_hh h + b)``; ``x``: [s, b, I], ``initial_h``: [b, H]."""
     act = _activation(activation)
     h, hidden = initial_h, list[Tensor]()
     for step in _steps(x, direction):
@@ -74,7 +74,7 @@ def gru(
     recurrent_activation: str = "sigmoid",
     activation: str = "tanh",
 ) -> tuple[Tensor, Tensor]:
-    """Gated recurrent unit, gates in the order reset, output, update; ``x``: [s, b, I]."""
+    """``gru`` of iOS 18 without ``reset_after`` and ``input_bias``."""
     return gru_with_reset_after(
         x,
         initial_h,
@@ -102,9 +102,11 @@ def gru_with_reset_after(
     reset_after: bool = False,
     input_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gated recurrent unit whose reset gate scales the state, or its product if ``reset_after``.
+    """GRU, ``h <- (1 - z) o + z h``; gates in the order reset r, output o, update z.
 
-    ``bias`` belongs to the recurrent product, ``input_bias`` to the input's.
+    The reset gate scales the state, ``W_hh (r h)``, or its product if ``reset_after``, ``r (W_hh
+    h)``. ``bias`` is added to the product with the state, ``input_bias`` to the product with the
+    input. ``x``: [s, b, I], ``initial_h``: [b, H].
     """
     gate, act = _activation(recurrent_activation), _activation(activation)
     size = initial_h.shape[-1]
@@ -147,7 +149,7 @@ def lstm(
     """LSTM, gates in the order input, forget, output, cell; ``x``: [s, b, I].
 
     With ``bidirectional`` the states are [b, 2 * H], forward half first, and the outputs of the
-    reverse pass stand at the time steps they belong to.
+    reverse pass are in the order of the inputs.
     """
     activations = (
         _activation(recurrent_activation),
@@ -202,7 +204,7 @@ def _lstm_pass(
     size = h.shape[-1]
 
     def opened(inputs: Tensor, c: Tensor, index: int) -> Tensor:
-        # No peephole is not one of zeros: zero times infinity is NaN.
+        # Without a peephole no zeros are added: zero times infinity would be NaN.
         return gate(inputs if peephole is None else inputs + peephole.split(size)[index] * c)
 
     hidden: list[Tensor] = []

@@ -43,7 +43,7 @@ def _reduce_over_axes(function: _Reduce, *, exact: bool) -> Callable[..., Tensor
     def run(x: Tensor, axes: Ints | None = None, keep_dims: bool = False) -> Tensor:
         over = list(range(x.dim())) if axes is None else list(axes)
         if not over:
-            # torch reads an empty list as all axes; nothing to reduce is one axis of length one.
+            # torch takes an empty list for all axes, so reduce a new axis of size 1 instead.
             return run(x.unsqueeze(-1), axes=(-1,))
         if exact or x.is_floating_point():
             return function(x, over, keep_dims)
@@ -84,7 +84,7 @@ for _name, _argument in (("reduce_argmax", torch.argmax), ("reduce_argmin", torc
 
 @kernel("cumsum", widen=True)
 def cumsum(x: Tensor, axis: int = 0, exclusive: bool = False, reverse: bool = False) -> Tensor:
-    """Running sum along ``axis``, from its end if ``reverse``, of those before if ``exclusive``."""
+    """``y[i] = x[0] + ... + x[i]`` along ``axis``; ``exclusive`` leaves out ``x[i]``."""
     ordered = x.flip(axis) if reverse else x
     if exclusive and x.shape[axis]:
         first = torch.zeros_like(x.narrow(axis, 0, 1))

@@ -20,7 +20,7 @@ from coreml_delegate.targets import Opset
 
 
 def _corners(boxes: Tensor, mode: str) -> Tensor:
-    """Boxes [M, 4] of any convention as [M, 4]: first row, first column, last row, last column."""
+    """Return boxes [M, 4] of any mode as first row, first column, last row, last column."""
     layout, _, order = mode.rpartition("_")[0].rpartition("_")
     if layout not in ("CORNERS", "CENTER_SIZE") or order not in ("HEIGHT", "WIDTH"):
         raise ValueError(
@@ -36,7 +36,7 @@ def _corners(boxes: Tensor, mode: str) -> Tensor:
 
 
 def _crop(image: Tensor, rows: Tensor, columns: Tensor, pad_value: float | None) -> Tensor:
-    """One crop of ``image``: [..., H, W], with ``pad_value`` (or the border) outside of it."""
+    """Return a crop of ``image`` [..., H, W], with ``pad_value`` (or the border) outside of it."""
     h, w = image.shape[-2:]
     crop = sample_linearly(image, -2, rows.clamp(0, h - 1))
     crop = sample_linearly(crop, -1, columns.clamp(0, w - 1))
@@ -79,7 +79,7 @@ def crop_resize(
     box_coordinate_mode: str = "CORNERS_HEIGHT_FIRST",
     sampling_mode: str = "DEFAULT",
 ) -> Tensor:
-    """Boxes of ``x``: [B, C, H, W] resized; positions outside take the border's value.
+    """Boxes of ``x``: [B, C, H, W], resized; positions outside take the border's value.
 
     ``roi``: [N, 1, 4, 1, 1] for boxes of all images, or [N, 1, 5, 1, 1] with an image index first.
     """
@@ -107,7 +107,7 @@ def crop_resize_padded(
     sampling_mode: str = "DEFAULT",
     pad_value: float = 0.0,
 ) -> Tensor:
-    """As before; positions outside take ``pad_value``."""
+    """As for iOS 15, but positions outside take ``pad_value``."""
     return _crop_rois(
         x,
         roi,
@@ -152,7 +152,7 @@ def crop_resize_boxes(
     sampling_mode: str = "DEFAULT",
     pad_value: float = 0.0,
 ) -> Tensor:
-    """``boxes``: [N, 4] of the images ``box_indices`` of ``x``: [B, C, H, W], resized."""
+    """Boxes [N, 4] of images ``box_indices`` [N] of ``x``: [B, C, H, W], resized."""
     return _crops(
         [x[i] for i in (range(boxes.shape[0]) if box_indices is None else box_indices)],
         boxes,
@@ -174,7 +174,7 @@ _PADDING_MODES = {
 
 
 def _pixels(coordinates: Tensor, size: int, mode: str, align_corners: bool) -> Tensor:
-    """Coordinates of ``mode`` as positions: 0 is the centre of the first pixel."""
+    """Return coordinates of ``mode`` as positions, where 0 is the centre of the first pixel."""
     if mode == "unnormalized":
         return coordinates
     if mode == "normalized_minus_one_to_one":
@@ -197,7 +197,7 @@ def resample(
     coordinates_mode: str,
     align_corners: bool,
 ) -> Tensor:
-    """``x``: [B, C, H1, W1] at ``coordinates``: [B, H2, W2, 2] of (column, row)."""
+    """``x``: [B, C, H1, W1], sampled at ``coordinates``: [B, H2, W2, 2] of (column, row)."""
     if padding_mode not in _PADDING_MODES:
         raise ValueError(
             f"padding mode is {padding_mode!r}, not one of {', '.join(_PADDING_MODES)}"
@@ -239,7 +239,7 @@ def affine(
     coordinates_mode: str,
     align_corners: bool,
 ) -> Tensor:
-    """``x``: [B, C, H, W] at an affine map of the output's coordinates.
+    """``x``: [B, C, H, W], sampled at an affine map of the output's coordinates.
 
     ``transform_matrix``: [B or 1, 6], rows of (a0, a1, a2, b0, b1, b2).
     """

@@ -1,4 +1,4 @@
-"""Ops that rearrange a tensor without choosing among its elements.
+"""Ops that rearrange all elements of a tensor.
 
 Source: coremltools' MIL op reference, ``tensor_transformation`` and ``tensor_operation``.
 """
@@ -29,7 +29,7 @@ def shape(x: Tensor) -> Tensor:
 
 @kernel("reshape")
 def reshape(x: Tensor, shape: Ints) -> Tensor:
-    """``x`` in another shape; 0 keeps the size of the same dimension, -1 takes what remains."""
+    """``x`` with shape ``shape``; 0 keeps the size at the same index, -1 is inferred."""
     if 0 in shape and len(shape) != x.dim():
         raise ValueError(f"reshape to {shape}: a 0 needs as many sizes as x has ({x.dim()})")
     return x.reshape([size or x.shape[axis] for axis, size in enumerate(shape)])
@@ -37,10 +37,10 @@ def reshape(x: Tensor, shape: Ints) -> Tensor:
 
 @kernel("reshape", since=Opset.iOS17)
 def reshape_right_aligned(x: Tensor, shape: Ints) -> Tensor:
-    """``x`` in another shape; 0 keeps the size of the dimension counted from the right, else 1."""
+    """``x`` with shape ``shape``; 0 keeps the size at this index from the end (or is 1)."""
     surplus = len(shape) - x.dim()
-    kept = [x.shape[axis - surplus] if axis >= surplus else 1 for axis in range(len(shape))]
-    return x.reshape([size or kept[axis] for axis, size in enumerate(shape)])
+    old_sizes = [x.shape[axis - surplus] if axis >= surplus else 1 for axis in range(len(shape))]
+    return x.reshape([size or old_sizes[axis] for axis, size in enumerate(shape)])
 
 
 @kernel("reshape_like", since=Opset.iOS16)
@@ -51,7 +51,7 @@ def reshape_like(
     ends: EachInt,
     end_masks: EachInt,
 ) -> Tensor:
-    """``x`` in the shape that slices of the shapes of ``ref_tensors`` make when joined."""
+    """``x`` with the concatenated slices of the shapes of ``ref_tensors`` as shape."""
     sizes: list[int] = []
     for ref, begin, end, masked in zip(ref_tensors, begins, ends, end_masks, strict=True):
         sizes += ref.shape[begin : None if masked else end]
@@ -60,13 +60,13 @@ def reshape_like(
 
 @kernel("flatten2d")
 def flatten2d(x: Tensor, axis: int = 1) -> Tensor:
-    """``x`` as a matrix: dimensions before ``axis`` by the rest."""
+    """``x`` as a matrix: axes before ``axis`` are rows, later axes are columns."""
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
 @kernel("expand_dims")
 def expand_dims(x: Tensor, axes: Ints) -> Tensor:
-    """``x`` with dimensions of length 1 at ``axes`` of the result."""
+    """``x`` with new dimensions of size 1 at ``axes`` of the result."""
     for axis in sorted(axis % (x.dim() + len(axes)) for axis in axes):
         x = x.unsqueeze(axis)
     return x
@@ -74,7 +74,7 @@ def expand_dims(x: Tensor, axes: Ints) -> Tensor:
 
 @kernel("squeeze")
 def squeeze(x: Tensor, axes: Ints | None = None) -> Tensor:
-    """``x`` without those ``axes`` (all by default) that have length 1."""
+    """``x`` without dimensions of size 1 among ``axes`` (all by default)."""
     return x.squeeze() if axes is None else x.squeeze(axes)
 
 
@@ -86,7 +86,7 @@ def transpose(x: Tensor, perm: Ints) -> Tensor:
 
 @kernel("depth_to_space")
 def depth_to_space(x: Tensor, block_size: int) -> Tensor:
-    """Channels to blocks of pixels; within a channel index the block offset is the outer part."""
+    """[N, C, H, W] to [N, C / b**2, H * b, W * b]; C is (b, b, C / b**2)."""
     n, c, h, w = x.shape
     b = block_size
     blocks = x.reshape(n, b, b, c // (b * b), h, w).permute(0, 3, 4, 1, 5, 2)
@@ -95,7 +95,7 @@ def depth_to_space(x: Tensor, block_size: int) -> Tensor:
 
 @kernel("space_to_depth")
 def space_to_depth(x: Tensor, block_size: int) -> Tensor:
-    """Blocks of pixels to channels: the inverse of ``depth_to_space``."""
+    """[N, C, H, W] to [N, C * b**2, H / b, W / b]; the new C is (b, b, C)."""
     n, c, h, w = x.shape
     b = block_size
     blocks = x.reshape(n, c, h // b, b, w // b, b).permute(0, 3, 5, 1, 2, 4)
@@ -104,19 +104,19 @@ def space_to_depth(x: Tensor, block_size: int) -> Tensor:
 
 @kernel("pixel_shuffle")
 def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
-    """Channels to blocks of pixels; within a channel index the block offset is the inner part."""
+    """[N, C * f**2, H, W] to [N, C, H * f, W * f]; the old channels are (C, f, f)."""
     return F.pixel_shuffle(x, upscale_factor)
 
 
 @kernel("pixel_unshuffle", since=Opset.iOS16)
 def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
-    """Blocks of pixels to channels: the inverse of ``pixel_shuffle``."""
+    """[N, C, H * f, W * f] to [N, C * f**2, H, W]; the new channels are (C, f, f)."""
     return F.pixel_unshuffle(x, downscale_factor)
 
 
 @kernel("space_to_batch")
 def space_to_batch(x: Tensor, block_shape: Ints, paddings: IntPairs) -> Tensor:
-    """Offsets within blocks of the padded ``x``: [N, C, H, W] to the outer part of the batch."""
+    """Padded [N, C, H, W] to [r * s * N, C, H / r, W / s], for blocks of (r, s)."""
     n, c, h, w = (x := pad_spatial(x, paddings)).shape
     rows, columns = block_shape
     blocks = x.reshape(n, c, h // rows, rows, w // columns, columns).permute(3, 5, 0, 1, 2, 4)
@@ -136,7 +136,7 @@ def batch_to_space(x: Tensor, block_shape: Ints, crops: IntPairs) -> Tensor:
 
 @kernel("concat")
 def concat(values: tuple[Tensor, ...], axis: int, interleave: bool = False) -> Tensor:
-    """``values`` joined along ``axis``, end to end or element by element; scalars stack."""
+    """``values`` concatenated along ``axis``; ``interleave`` alternates elements; scalars stack."""
     if values[0].dim() == 0:
         return torch.stack(values)
     if not interleave:
@@ -147,7 +147,7 @@ def concat(values: tuple[Tensor, ...], axis: int, interleave: bool = False) -> T
 
 @kernel("stack")
 def stack(values: tuple[Tensor, ...], axis: int) -> Tensor:
-    """``values`` along a new dimension ``axis``."""
+    """``values`` concatenated along a new axis."""
     return torch.stack(values, dim=axis)
 
 
@@ -155,7 +155,7 @@ def stack(values: tuple[Tensor, ...], axis: int) -> Tensor:
 def split(
     x: Tensor, axis: int, num_splits: int | None = None, split_sizes: Ints | None = None
 ) -> tuple[Tensor, ...]:
-    """``x`` in parts along ``axis``, of ``split_sizes`` or ``num_splits`` equal ones."""
+    """``x`` split along ``axis`` into equal parts or parts of ``split_sizes``."""
     if split_sizes is not None:
         return x.split(split_sizes, dim=axis)
     if not num_splits or x.shape[axis] % num_splits:

@@ -1,7 +1,7 @@
 """Resizing of images.
 
-It is separable: each dimension has a grid of source positions, and the result is linear
-interpolation at those (or the nearest element).
+Resizing is separable: each dimension has a grid of source positions, and the result is interpolated
+linearly at them (or takes the nearest element).
 
 Source: coremltools' MIL op reference, ``image_resizing``.
 """
@@ -18,12 +18,12 @@ from coreml_delegate.targets import Opset
 
 
 def sampling_grid(mode: str, start: Tensor, end: Tensor, count: int) -> Tensor:
-    """Positions at which [start, end] is sampled ``count`` times.
+    """Return the positions that sample [start, end] ``count`` times.
 
     Args:
         mode: MIL's ``sampling_mode``.
         start: [*], fp64: position of the first element.
-        end: [*], fp64: position of the last.
+        end: [*], fp64: position of the last element.
         count: Number of samples.
 
     Returns:
@@ -55,7 +55,7 @@ def _full_grid(mode: str, size: int, count: int) -> Tensor:
 
 
 def sample_linearly(x: Tensor, axis: int, positions: Tensor) -> Tensor:
-    """``x`` between its elements at ``positions``, [count], along an axis counted from the end."""
+    """Interpolate ``x`` linearly at ``positions`` [count] along ``axis``, which is negative."""
     low = positions.floor().clamp(0, x.shape[axis] - 1)
     high = (low + 1).clamp(max=x.shape[axis] - 1)
     weight = (positions - low).to(x.dtype).reshape(-1, *(1,) * (-axis - 1))
@@ -64,16 +64,16 @@ def sample_linearly(x: Tensor, axis: int, positions: Tensor) -> Tensor:
 
 
 def _resize(x: Tensor, sizes: Sequence[int], mode: str) -> Tensor:
-    """``x`` with its last dimensions resized to ``sizes``, interpolated linearly."""
+    """Return ``x`` with its last dimensions resized to ``sizes`` by linear interpolation."""
     for axis, size in zip(range(-len(sizes), 0), sizes, strict=True):
         x = sample_linearly(x, axis, _full_grid(mode, x.shape[axis], size))
     return x
 
 
 def _resize_nearest(x: Tensor, sizes: Sequence[int], mode: str, *, rounded: bool) -> Tensor:
-    """``x`` with its last dimensions resized by picking elements.
+    """Return ``x`` with its last dimensions resized: ``x[floor(position)]`` along each.
 
-    A position picks the element it falls into, or, ``rounded``, the nearest (of two, the later).
+    If ``rounded``, ``x[floor(position + 0.5)]``.
     """
     for axis, size in zip(range(-len(sizes), 0), sizes, strict=True):
         positions = _full_grid(mode, x.shape[axis], size) + (0.5 if rounded else 0.0)
@@ -89,7 +89,7 @@ def _scale_sizes(x: Tensor, height: float, width: float) -> tuple[int, int]:
 def upsample_nearest_neighbor(
     x: Tensor, scale_factor_height: float = 1, scale_factor_width: float = 1
 ) -> Tensor:
-    """The last two dimensions scaled; sizes are rounded down."""
+    """``x`` [*, H, W] scaled: ``y[i] = x[floor(i * size / new_size)]`` along each axis."""
     sizes = _scale_sizes(x, scale_factor_height, scale_factor_width)
     return _resize_nearest(x, sizes, "DEFAULT", rounded=False)
 
@@ -108,7 +108,7 @@ def upsample_bilinear(
     scale_factor_width: float = 1,
     align_corners: bool = True,
 ) -> Tensor:
-    """The last two dimensions scaled; the scale is recomputed from the rounded sizes."""
+    """``x`` [*, H, W] scaled by bilinear interpolation; the new sizes are rounded down."""
     return upsample_bilinear_half_pixel(x, scale_factor_height, scale_factor_width, align_corners)
 
 
@@ -120,7 +120,7 @@ def upsample_bilinear_half_pixel(
     align_corners: bool = True,
     half_pixel_centers: bool | None = None,
 ) -> Tensor:
-    """As before; without ``align_corners``, pixels are points at their corner or their centre."""
+    """As for iOS 15; without ``align_corners``, pixels are at their corners or their centres."""
     centred = not align_corners if half_pixel_centers is None else half_pixel_centers
     if align_corners and centred:
         raise ValueError("align_corners and half_pixel_centers exclude each other")
@@ -148,17 +148,17 @@ def resize(
     interpolation_mode: str = "LINEAR",
     sampling_mode: str = "DEFAULT",
 ) -> Tensor:
-    """The last ``resized_dims`` dimensions resized to those of ``shape``; 0 keeps a size."""
+    """``x`` with its last ``resized_dims`` axes resized to the end of ``shape``; 0 keeps a size."""
     if interpolation_mode not in ("LINEAR", "NEAREST_NEIGHBOR"):
         raise ValueError(
             f"interpolation mode is {interpolation_mode!r}, not LINEAR or NEAREST_NEIGHBOR"
         )
     if resized_dims == 0:
         return x
-    kept = x.shape[-resized_dims:]
-    sizes = [size or old for size, old in zip(shape[-resized_dims:], kept, strict=True)]
+    old_sizes = x.shape[-resized_dims:]
+    sizes = [size or old for size, old in zip(shape[-resized_dims:], old_sizes, strict=True)]
     if interpolation_mode == "NEAREST_NEIGHBOR":
-        # Rounded, unlike resize_nearest_neighbor of iOS15; Source: coremltools' test of this op.
+        # Rounded, not floored as by resize_nearest_neighbor. Source: coremltools' test of this op.
         return _resize_nearest(x, sizes, sampling_mode, rounded=True)
     if x.is_floating_point():
         return _resize(x, sizes, sampling_mode)

@@ -1,7 +1,7 @@
 """Random values.
 
-A seed of -1 takes torch's global generator; another makes every call return the same values. They
-are torch's: no two implementations of MIL agree on more than the distribution.
+A seed of -1 selects torch's global generator; with any other seed every call returns the same
+values, by torch's generator. Implementations of MIL agree only on the distribution.
 
 Source: coremltools' MIL op reference, ``random``.
 """
@@ -30,7 +30,7 @@ def random_bernoulli(shape: Ints, prob: float = 0.5, seed: int = _UNSEEDED) -> T
 def random_normal(
     shape: Ints, mean: float = 0.0, stddev: float = 1.0, seed: int = _UNSEEDED
 ) -> Tensor:
-    """Normally distributed."""
+    """Values normally distributed around ``mean``."""
     return torch.randn(shape, generator=_generator(seed)) * stddev + mean
 
 
@@ -38,7 +38,7 @@ def random_normal(
 def random_uniform(
     shape: Ints, low: float = 0.0, high: float = 1.0, seed: int = _UNSEEDED
 ) -> Tensor:
-    """Uniformly distributed over [low, high)."""
+    """Values uniformly distributed over [low, high)."""
     return torch.rand(shape, generator=_generator(seed)) * (high - low) + low
 
 
@@ -51,5 +51,5 @@ def random_categorical(
         raise ValueError(f"random_categorical mode is {mode!r}, not logits or probs")
     probabilities = torch.softmax(x, dim=-1) if mode == "logits" else x
     rows = probabilities.reshape(-1, x.shape[-1])
-    drawn = torch.multinomial(rows, size, replacement=True, generator=_generator(seed))
-    return drawn.reshape(*x.shape[:-1], size).float()
+    classes = torch.multinomial(rows, size, replacement=True, generator=_generator(seed))
+    return classes.reshape(*x.shape[:-1], size).float()

@@ -18,14 +18,14 @@ from coreml_delegate.targets import Opset
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A slice as torch takes it: positive strides, then dimensions to reverse and to drop."""
+    """A slice for torch: positive strides, then dimensions to reverse and to drop."""
 
     index: tuple[slice, ...]
     reversed: Ints
     dropped: Ints
 
     def view(self, x: Tensor) -> Tensor:
-        """The region of ``x``, before reversing and dropping, on its memory."""
+        """Return a view of the region in ``x``, before dimensions are reversed and dropped."""
         return x[self.index]
 
 
@@ -39,22 +39,22 @@ def _region(
     squeeze_mask: Bools | None,
 ) -> _Region:
     rank = len(shape)
-    nothing = (False,) * rank
+    no_mask = (False,) * rank
     index: list[slice] = []
     backwards: list[int] = []
-    for axis, (size, first, last, step, from_start, to_end, single) in enumerate(
+    for axis, (size, first, last, step, from_start, to_end, squeeze) in enumerate(
         zip(
             shape,
             begin,
             end,
             stride or (1,) * rank,
-            begin_mask or nothing,
-            end_mask or nothing,
-            squeeze_mask or nothing,
+            begin_mask or no_mask,
+            end_mask or no_mask,
+            squeeze_mask or no_mask,
             strict=True,
         )
     ):
-        if single:
+        if squeeze:
             position = 0 if from_start else first + size if first < 0 else first
             if not 0 <= position < size:
                 raise IndexError(f"index {first} is outside of a size of {size} (axis {axis})")
@@ -80,7 +80,7 @@ def slice_by_index(
     end_mask: Bools | None = None,
     squeeze_mask: Bools | None = None,
 ) -> Tensor:
-    """``x[begin:end:stride]`` per dimension; masked ends are open, squeezed dimensions indexed."""
+    """``x[begin[0]:end[0]:stride[0], ...]``; a squeezed axis is indexed by its ``begin``."""
     region = _region(x.shape, begin, end, stride, begin_mask, end_mask, squeeze_mask)
     view = region.view(x)
     if region.reversed:
@@ -90,7 +90,7 @@ def slice_by_index(
 
 @kernel("slice_by_size")
 def slice_by_size(x: Tensor, begin: Ints, size: Ints) -> Tensor:
-    """``size`` elements from ``begin`` on per dimension; a size of -1 takes all that follow."""
+    """``x[begin[i]:begin[i] + size[i]]`` along each axis i; a size of -1 takes all that follow."""
     index: list[slice] = []
     for length, first, count in zip(x.shape, begin, size, strict=True):
         start = first + length if first < 0 else first
@@ -123,7 +123,7 @@ def slice_update(
 
 @kernel("band_part")
 def band_part(x: Tensor, lower: int = -1, upper: int = -1) -> Tensor:
-    """The band of the innermost matrices between two diagonals; negative bounds keep all."""
+    """``x`` [*, M, N], zero where ``i - j > lower >= 0`` or ``j - i > upper >= 0``."""
     row = torch.arange(x.shape[-2])[:, None]
     column = torch.arange(x.shape[-1])
     inside = torch.ones(x.shape[-2:], dtype=torch.bool)
@@ -136,13 +136,13 @@ def band_part(x: Tensor, lower: int = -1, upper: int = -1) -> Tensor:
 
 @kernel("reverse")
 def reverse(x: Tensor, axes: Ints | None = None) -> Tensor:
-    """``x`` backwards along ``axes`` (all by default)."""
+    """``x`` reversed along ``axes`` (all by default)."""
     return x.flip(tuple(range(x.dim())) if axes is None else axes)
 
 
 @kernel("reverse_sequence")
 def reverse_sequence(x: Tensor, lengths: Tensor, seq_axis: int = 0, batch_axis: int = 0) -> Tensor:
-    """The first ``lengths[i]`` along ``seq_axis`` backwards, per element i of ``batch_axis``."""
+    """``x`` with the first ``lengths[b]`` elements of each sequence reversed."""
     moved = x.movedim((batch_axis, seq_axis), (0, 1))
     position = torch.arange(moved.shape[1])
     lengths = lengths.to(torch.int64)[:, None]
@@ -153,14 +153,14 @@ def reverse_sequence(x: Tensor, lengths: Tensor, seq_axis: int = 0, batch_axis: 
 
 @kernel("sliding_windows")
 def sliding_windows(x: Tensor, axis: int, size: int, stride: int = 1) -> Tensor:
-    """All windows of ``size`` along ``axis``; their elements are the dimension after it."""
+    """Windows of ``size`` elements along ``axis``; their elements are along a new axis after it."""
     axis %= x.dim()
     return x.unfold(axis, size, stride).movedim(-1, axis + 1)
 
 
 @kernel("pad")
 def pad(x: Tensor, pad: Ints, mode: str = "constant", constant_val: float = 0.0) -> Tensor:
-    """``x`` with elements before and after its last ``len(pad) / 2`` dimensions."""
+    """``x`` padded along its last axes; ``pad`` is (before, after) of each axis."""
     amounts = list(zip(pad[::2], pad[1::2], strict=True))
     if mode == "constant":
         return pad_spatial(x, amounts, constant_val)
@@ -171,7 +171,7 @@ def pad(x: Tensor, pad: Ints, mode: str = "constant", constant_val: float = 0.0)
 
 @kernel("crop")
 def crop(x: Tensor, crop_height: Ints, crop_width: Ints) -> Tensor:
-    """``x`` without elements at the start and end of its last two dimensions."""
+    """``x`` [*, H, W] without ``crop_height`` rows and ``crop_width`` columns at (begin, end)."""
     return pad_spatial(x, [(-first, -last) for first, last in (crop_height, crop_width)])
 
 

@@ -1,4 +1,4 @@
-"""Bundled programs (``.bpte``): a program with inputs, and the outputs that they should give.
+"""Bundled programs (``.bpte``): a program with test inputs and expected outputs.
 
 Source: ExecuTorch 1.5, ``devtools/bundled_program/schema``.
 """
@@ -30,9 +30,9 @@ class BundledCase:
     """One call of a method.
 
     Attributes:
-        method: Its name.
+        method: Name of the method.
         inputs: The inputs.
-        expected: The outputs that they should give; empty if the bundle does not say.
+        expected: The expected outputs; empty if the bundle has no outputs.
     """
 
     method: str
@@ -41,7 +41,7 @@ class BundledCase:
 
 
 def is_bundle(view: memoryview) -> bool:
-    """Whether these are the bytes of a bundled program."""
+    """Whether ``view`` is a bundled program."""
     return bytes(view[4:8]) == IDENTIFIER
 
 
@@ -55,7 +55,7 @@ def program_of(bundle: memoryview) -> memoryview:
 
 
 def cases_of(bundle: memoryview) -> tuple[BundledCase, ...]:
-    """Return all cases of a bundle, in its order; tensors are copies.
+    """Return all cases of a bundle, in file order; tensors are copies.
 
     Raises:
         BlobFormatError: The bundle is truncated or corrupt.
@@ -76,11 +76,11 @@ def _case(table: Table) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
 
 
 def _value(table: Table) -> Value:
-    kind, held = table.integer(0, _BYTE), table.table(1)
+    kind, content = table.integer(0, _BYTE), table.table(1)
     read: Any = _KINDS.get(kind)
-    if read is None or held is None:
+    if read is None or content is None:
         raise BlobFormatError("a value of the bundle has an unknown type", got=str(kind))
-    return read(held)
+    return read(content)
 
 
 def _tensor(table: Table) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Decode the FlatBuffers tables of a ``.pte`` to the records of ``plan``.
 
-Every index that a plan holds is checked here, once, so that hosts can use them as they are.
+Every index in a plan is checked here, once, so that hosts can use it without checks.
 
-Source: ``program.fbs`` and ``scalar_type.fbs`` of ExecuTorch (``schema/``). The numbers of fields
-below are their positions in those files, a union counting twice.
+Source: ``program.fbs`` and ``scalar_type.fbs`` of ExecuTorch (``schema/``). Field numbers in this
+module are positions in those files; a union counts twice.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ DTYPES: Final[Mapping[int, torch.dtype]] = {
     28: torch.uint32,
     29: torch.uint64,
 }
-"""ExecuTorch's ``ScalarType`` numbers; the quantized and bit types have no plain torch form."""
+"""ExecuTorch's ``ScalarType`` number -> torch dtype, without quantized and bit types."""
 
 SCALAR_TYPES: Final[Mapping[torch.dtype, int]] = {dtype: number for number, dtype in DTYPES.items()}
-"""The numbers by dtype."""
+"""torch dtype -> ExecuTorch's ``ScalarType`` number."""
 
 _DYNAMISM: Final = {member.value: member for member in Dynamism}
 _MAX_RANK: Final = 16  # kTensorDimensionLimit
@@ -77,7 +77,7 @@ _MAX_NBYTES: Final = 1 << 62
 
 
 class DataLocation(enum.IntEnum):
-    """Where a delegate's bytes are stored."""
+    """Location of a delegate's bytes."""
 
     INLINE = 0
     SEGMENT = 1
@@ -85,14 +85,14 @@ class DataLocation(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DataReference:
-    """Bytes by location and index, as a program refers to them."""
+    """A reference to bytes by location and index."""
 
     location: DataLocation
     index: int
 
 
 Resolver = Callable[[DataReference], memoryview]
-"""Gives the bytes behind a reference; raises BlobFormatError when there are none."""
+"""Returns the bytes of a reference; raises BlobFormatError if they do not exist."""
 
 
 def _require(index: int, count: int, what: str) -> int:
@@ -154,7 +154,7 @@ def _check_layout(shape: tuple[int, ...], dim_order: tuple[int, ...], storage_of
 
 def _tensor(table: Table) -> TensorSpec:
     shape = table.integers(2, _I32)
-    # Exporters leave the order out for scalars only, but older ones did so for contiguous tensors.
+    # Exporters omit the order only for scalars; older exporters also for contiguous tensors.
     dim_order = table.integers(3, _U8) or tuple(range(len(shape)))
     _check_layout(shape, dim_order, table.integer(1, _I32))
     extra = table.table(9)
@@ -181,7 +181,7 @@ def _index_list(kind: ListKind, layout: struct.Struct) -> Callable[[Table], Inde
     return lambda table: IndexList(kind, table.integers(0, layout))
 
 
-# The KernelTypes union: its number to the decoder of its table.
+# The KernelTypes union: number of a member -> decoder of its table.
 _VALUES: Final[Mapping[int, Callable[[Table], ValueSpec]]] = {
     1: lambda _: None,
     2: lambda table: table.integer(0, _I64),
@@ -255,7 +255,7 @@ def _free_call(table: Table, scope: _Scope) -> FreeCall:
     return FreeCall(scope.value(table.integer(0, _I32)))
 
 
-# The InstructionArguments union: its number to the decoder of its table.
+# The InstructionArguments union: number of a member -> decoder of its table.
 _INSTRUCTIONS: Final[Mapping[int, Callable[[Table, _Scope], Instruction]]] = {
     1: _kernel_call,
     2: _delegate_call,
@@ -276,7 +276,7 @@ def _chain(table: Table, scope: _Scope) -> tuple[Instruction, ...]:
     instructions = table.tables(2, lambda item: _instruction(item, scope))
     for instruction in instructions:
         if isinstance(instruction, JumpFalseCall):
-            # One past the last instruction is the end of the chain.
+            # The index after the last instruction is the end of the chain.
             _require(instruction.target, len(instructions) + 1, "an instruction")
     return instructions
 
@@ -329,7 +329,7 @@ def decode_method(table: Table, resolve: Resolver) -> MethodInfo:
         The method, with every index in it checked.
 
     Raises:
-        BlobFormatError: The plan contradicts itself or refers to what is not there.
+        BlobFormatError: The plan is inconsistent, or refers to something that does not exist.
     """
     values = table.tables(2, _value)
     _check_lists(values)
@@ -356,7 +356,7 @@ def decode_method(table: Table, resolve: Resolver) -> MethodInfo:
 
 @dataclass(frozen=True, slots=True)
 class Subsegments:
-    """Data stored back to back in one segment: where each item starts."""
+    """Items stored contiguously in one segment, with the offset of each."""
 
     segment: int
     offsets: tuple[int, ...]
@@ -368,10 +368,10 @@ def decode_subsegments(table: Table) -> Subsegments:
 
 
 def decode_segment(table: Table) -> tuple[int, int]:
-    """Offset from the segment base, and size in bytes, of one ``DataSegment``."""
+    """Return offset from the segment base, and size in bytes, of one ``DataSegment``."""
     return table.integer(0, _U64), table.integer(1, _U64)
 
 
 def decode_named_data(table: Table) -> tuple[str, int]:
-    """Key and segment number of one ``NamedData``."""
+    """Return key and segment number of one ``NamedData``."""
     return _name(table.text(0), "named data"), table.integer(1, _U32)

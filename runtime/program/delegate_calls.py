@@ -1,6 +1,6 @@
-"""Calls of a delegate with the Python host's tensors, without Python.
+"""Native calls of a delegate, without Python, with the Python host's tensors.
 
-``delegate_calls.h`` does the same for ExecuTorch's tensors.
+``delegate_calls.h`` does the same with ExecuTorch's tensors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class CallValue:
     """An argument of a delegate.
 
     Attributes:
-        index: Of its tensor in the values of the method.
-        shape: Its shape, or the largest if it is dynamic.
-        dtype: Its dtype.
-        is_dynamic: Whether its shape changes.
-        is_new: Whether it is an output that is a new tensor after each call.
+        index: Index in the value table of the method.
+        shape: Shape, or the largest shape if it is dynamic.
+        dtype: Element type.
+        is_dynamic: Whether the shape varies between calls.
+        is_new: Whether the argument is an output for which each call makes a new tensor.
     """
 
     index: int
@@ -46,9 +46,9 @@ class DelegateStep:
     """A step of a method that runs a delegate without Python; one call at a time.
 
     Args:
-        native: How to call it; has to live as long as this object, which keeps it.
-        values: The tensors of the method, which calls read and replace.
-        arguments: Inputs, then outputs, all of them row-major.
+        native: The call, which this object keeps alive.
+        values: The value table of the method, which calls read and replace.
+        arguments: Inputs, then outputs, all row-major.
     """
 
     def __init__(
@@ -64,9 +64,11 @@ class DelegateStep:
             native_argument.type = _NUMBERS[argument.dtype]
             native_argument.sizes = (ctypes.c_int32 * len(argument.shape))(*argument.shape)
         numbered = list(enumerate(arguments))
-        self._given = [(n, value) for n, value in numbered if not value.is_new]
-        # New ones of dynamic shapes are made when these are known.
-        self._made = [(n, value) for n, value in numbered if value.is_new and not value.is_dynamic]
+        self._existing = [(n, value) for n, value in numbered if not value.is_new]
+        # New tensors of dynamic shapes are allocated in ``_resized``.
+        self._allocated = [
+            (n, value) for n, value in numbered if value.is_new and not value.is_dynamic
+        ]
         self._new: list[tuple[int, torch.Tensor]] = []
         is_resized = any(value.is_dynamic for value in arguments)
         self._resize = NATIVE_RESIZE(self._resized) if is_resized else None
@@ -75,25 +77,25 @@ class DelegateStep:
         """Run the delegate.
 
         Returns:
-            Whether it has run; if not, it has to be called in Python, and nothing has changed.
+            Whether the delegate ran. If not, nothing has changed, and Python has to call it.
         """
         values, frame = self._values, self._frame
         self._new.clear()
-        for n, value in self._given:
+        for n, value in self._existing:
             tensor = values[value.index]
             shape = tensor.shape
             if not tensor.is_contiguous():
                 return False
             frame[n].data = tensor.data_ptr()
             if not value.is_dynamic:
-                if shape != value.shape:  # moved there by a damaged program
+                if shape != value.shape:  # a damaged program may have moved another tensor here
                     return False
             elif len(shape) != len(value.shape):
                 return False
             else:
                 for axis, size in enumerate(shape):
                     frame[n].sizes[axis] = size
-        for n, value in self._made:
+        for n, value in self._allocated:
             self._new.append((value.index, torch.empty(value.shape, dtype=value.dtype)))
             frame[n].data = self._new[-1][1].data_ptr()
         if self._run(self._native.model, frame, len(frame), self._resize, None):
@@ -104,7 +106,7 @@ class DelegateStep:
         return True
 
     def _resized(self, _: object, n: int, sizes: Any, rank: int) -> int | None:
-        """Give an output another shape; see ``NativeResize``."""
+        """Resize an output and return its address; see ``NativeResize``."""
         value, shape = self._arguments[n], tuple(sizes[:rank])
         if not value.is_dynamic or rank != len(value.shape):
             return None

@@ -1,6 +1,6 @@
 """The interface between hosts of ``.pte`` programs and delegates.
 
-Hosts know nothing of MIL, engines or blobs: they pass the bytes of each delegate to a loader once,
+Hosts do not depend on MIL, engines or blobs: they pass the bytes of each delegate to a loader once,
 and call the callable that it returns.
 """
 
@@ -20,7 +20,7 @@ from coreml_delegate.runtime.native import NativeCall
 from coreml_delegate.runtime.program.plan import describe
 
 COREML_BACKEND_ID: Final = "CoreMLBackend"
-"""The backend name that Core ML delegates carry in a ``.pte``."""
+"""The backend name of Core ML delegates in a ``.pte``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,13 @@ class OpEvent:
     """One op in one call.
 
     Attributes:
-        symbol: Its debug symbol.
-        start: When it began, in nanoseconds of a steady clock. Engines measure how long an op
-            takes, not when it runs: ops are laid one after another from the start of the call.
-        nanoseconds: Its time; 0 if it is fused with another, which has the time.
+        symbol: The op's debug symbol.
+        start: Start of the op, in nanoseconds of a steady clock. Engines measure durations, not
+            starts, so ops are placed one after another from the start of the call.
+        nanoseconds: Duration; 0 if the op is fused with another op, which has the time.
         kernel: The engine's kernel, and the symbols of all ops that it computes.
-        values: What it computed; empty if nobody asked, or no call of the program has that value.
+        values: Results of the op; empty if not requested, or if no op of the exported program
+            computes them.
     """
 
     symbol: str
@@ -55,16 +56,16 @@ class DelegateCallable(Protocol):
     def input_count(self) -> int:
         """Number of tensors that the delegate takes.
 
-        A program lists a delegate's inputs and outputs in one row and does not say where the inputs
-        end: only the delegate knows.
+        A program lists a delegate's inputs and outputs in one sequence without the number of
+        inputs, which only the delegate has.
         """
         ...
 
     @property
     def native(self) -> NativeCall | None:
-        """How to call it with addresses of tensors, without Python; None if there is no such way.
+        """A call with addresses of tensors, without Python; None if that is impossible.
 
-        What it declines has to be called as below, which also says what is wrong with a call.
+        Arguments that it declines have to be passed to ``__call__``, which raises errors.
         """
         ...
 
@@ -72,20 +73,20 @@ class DelegateCallable(Protocol):
         """Run once.
 
         Args:
-            inputs: In the delegate's own order, of any strides. The host reuses their memory:
-                nothing may keep them beyond the call.
+            inputs: Tensors in the delegate's own order, of any strides. The host reuses their
+                memory, so they must not be kept beyond the call.
 
         Returns:
-            Outputs in order. The host copies them before anything else runs, casting to the dtype
+            Outputs in order. The host copies them before anything else runs, cast to the dtype that
             the program declares, so they may alias inputs or buffers of the delegate. A tensor of
-            shape ``[1]`` may stand for a scalar.
+            shape ``[1]`` is accepted for a scalar.
         """
         ...
 
 
 @runtime_checkable
 class ObservableDelegate(Protocol):
-    """A delegate that tells what its ops do, if its payload asked for that."""
+    """A delegate that reports the times and values of its ops, if its payload requested them."""
 
     def observe(
         self, inputs: Sequence[torch.Tensor], *, with_values: bool
@@ -94,32 +95,32 @@ class ObservableDelegate(Protocol):
 
         Args:
             inputs: As for a call.
-            with_values: Whether the values that ops compute are wanted.
+            with_values: Whether to report the values that ops compute.
 
         Returns:
-            The outputs, and what the ops did, in the order to be logged.
+            The outputs, and the events of the ops, in the order to be logged.
         """
         ...
 
 
 NamedData: TypeAlias = Callable[[str], memoryview | None]
-"""Named data of a program by key; None when it has none under that key."""
+"""Returns the named data of a program by key; None for an unknown key."""
 
 
 @dataclass(frozen=True, slots=True)
 class DelegatePayload:
-    """Everything a program holds about one delegate.
+    """All data of one delegate in a program.
 
-    Views are read-only and valid as long as the host holds the callable made from them. A cache
-    across programs must copy them.
+    Views are read-only and valid as long as the host has the callable that was loaded from them. A
+    cache across programs must copy them.
 
     Attributes:
         backend_id: Name of the backend that lowered the subgraph.
-        processed: The bytes that its preprocess returned.
+        processed: The bytes that the backend's preprocess returned.
         compile_specs: Keys and values, in order.
         method_name: Method that the delegate belongs to.
-        is_observed: Whether the host wants to know what the ops of a call do.
-        named_data: Finds data of the program by key. To be called while loading, not later.
+        is_observed: Whether the host requests events of ops; see ``ObservableDelegate``.
+        named_data: Finds data of the program by key. Must be called only while loading.
     """
 
     backend_id: str
@@ -131,11 +132,11 @@ class DelegatePayload:
 
 
 DelegateLoader: TypeAlias = Callable[[DelegatePayload], DelegateCallable]
-"""Prepares a delegate for execution; raises an error of this package when it cannot."""
+"""Prepares a delegate for execution, or raises an error of this package."""
 
 
 RejectedHosts: TypeAlias = Mapping[str, tuple[str, ...]]
-"""Why hosts cannot run all methods of a program, by name of the host."""
+"""Host name -> reasons why the host cannot run all methods of a program."""
 
 NO_REJECTED_HOSTS: Final[RejectedHosts] = MappingProxyType({})
 
@@ -143,16 +144,16 @@ NO_REJECTED_HOSTS: Final[RejectedHosts] = MappingProxyType({})
 def fit_output(
     result: torch.Tensor, shape: Sequence[int], *, dynamic: bool, position: int
 ) -> torch.Tensor:
-    """Check one result of a delegate against the tensor that is to receive it.
+    """Check one result of a delegate against the tensor that receives it.
 
     Args:
-        result: What the delegate returned as output ``position``.
+        result: The delegate's output ``position``.
         shape: Sizes of the receiving tensor.
-        dynamic: Whether that tensor takes the result's shape; its rank is fixed all the same.
-        position: Number of the output, for the message.
+        dynamic: Whether the receiving tensor takes the result's shape; its rank is fixed.
+        position: Index of the output, for the message.
 
     Returns:
-        ``result``, without its one dimension if the receiver is a scalar.
+        ``result``, reshaped to ``()`` if the receiving tensor is a scalar.
 
     Raises:
         ExecutionError: The shapes differ.
@@ -169,7 +170,7 @@ def fit_output(
 
 
 def check_output_count(got: int, expected: int) -> None:
-    """Refuse a delegate that returned another number of outputs than the program has room for.
+    """Refuse a delegate that returned a different number of outputs than the program declares.
 
     Raises:
         ExecutionError: The counts differ.

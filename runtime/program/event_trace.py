@@ -1,7 +1,7 @@
-"""The events of a program's calls on the Python host, as ExecuTorch's runtime writes them.
+"""The events of calls on the Python host, in the format of ExecuTorch's runtime.
 
 An ETDump is a FlatBuffer of runs, each with the times and values of its instructions and of the ops
-inside its delegates; tensors lie in a file of their own, the debug buffer.
+inside its delegates; tensors are in a separate file, the debug buffer.
 
 Source: ExecuTorch 1.5, ``devtools/etdump`` (schema and names of events).
 """
@@ -38,23 +38,23 @@ LOGGED_AS: Final = {
     torch.float8_e5m2fnuz: torch.float32,
     torch.float8_e4m3fnuz: torch.float32,
 }
-"""The dtypes of which ETDump has no tensors, and those that stand in for them."""
+"""dtype that ETDump lacks -> dtype in which its tensors are logged."""
 
 ALIGNMENT: Final = 64
-"""Bytes that the runtime may leave free before a value."""
+"""Bytes of padding that the runtime may insert before a value."""
 
 EXECUTE: Final = "Method::execute"
 LOAD: Final = "Program::load_method"
 OPERATOR: Final = "OPERATOR_CALL"
 DELEGATE: Final = "DELEGATE_CALL"
 _NATIVE: Final = "native_call_"
-# Chain and instruction of what belongs to none, as the runtime numbers it.
+# The runtime's chain and instruction numbers of events outside of instructions.
 _OUTSIDE: Final = -1, 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Logged:
-    """One event: the time of something, or a value."""
+    """One event: a time interval or a value."""
 
     name: str
     chain: int
@@ -78,31 +78,31 @@ class EventTrace:
     """Collects events, and writes them as an ETDump.
 
     Args:
-        buffer_size: Bytes that values may take; 0 if there are to be none.
+        buffer_size: Bytes that values may take; 0 to log no values.
     """
 
     def __init__(self, buffer_size: int) -> None:
         self._buffer_size = buffer_size
         self._buffer = bytearray()
         self._runs: list[_Run] = []
-        self._place = _OUTSIDE
+        self._position = _OUTSIDE
 
     @property
     def wants_values(self) -> bool:
-        """Whether values are to be logged, beside times."""
+        """Whether to log values in addition to times."""
         return self._buffer_size > 0
 
     def run(self, name: str, action: Callable[[], Any]) -> Any:
-        """Log an action as a run of its own."""
+        """Log an action as a separate run."""
         self._runs.append(_Run("Execute" if name == EXECUTE else "Default"))
-        self._place = _OUTSIDE
+        self._position = _OUTSIDE
         start, size = time.perf_counter_ns(), len(self._buffer)
         try:
             result = action()
         except BaseException:
             del self._runs[-1], self._buffer[size:]
             raise
-        self._place = _OUTSIDE
+        self._position = _OUTSIDE
         self._log(name, times=(start, time.perf_counter_ns()))
         return result
 
@@ -118,13 +118,14 @@ class EventTrace:
         """Log a call of an operator or of a delegate.
 
         Args:
-            name: The operator's, or ``DELEGATE``.
-            chain: Where the call stands, as the next.
-            instruction: Position in the chain.
+            name: Name of the operator, or ``DELEGATE``.
+            chain: Index of the call's chain.
+            instruction: Index in the chain.
             action: Makes the call.
-            has_values: Whether it computes tensors; Inspector cannot compare an operator without.
+            has_values: Whether the call computes tensors; Inspector cannot compare operators
+                without tensors.
         """
-        self._place = chain, instruction
+        self._position = chain, instruction
         start = time.perf_counter_ns()
         result = action()
         end = time.perf_counter_ns()
@@ -134,7 +135,7 @@ class EventTrace:
         return result
 
     def values(self, values: Iterable[Any], *, are_outputs: bool = False) -> None:
-        """Log tensors that the present instruction has computed, or the program returns."""
+        """Log tensors that the current instruction computed, or the outputs of the program."""
         if self.wants_values:
             for value in values:
                 if isinstance(value, torch.Tensor):
@@ -155,7 +156,7 @@ class EventTrace:
         from executorch.devtools.etdump.serialize import serialize_to_etdump_flatcc
 
         runs = [
-            schema.RunData(run.name, -1, [], [_event(schema, each) for each in run.events])
+            schema.RunData(run.name, -1, [], [_event(schema, event) for event in run.events])
             for run in self._runs
         ]
         content = serialize_to_etdump_flatcc(schema.ETDumpFlatCC(0, runs))
@@ -170,7 +171,7 @@ class EventTrace:
         metadata: bytes = b"",
     ) -> None:
         self._runs[-1].events.append(
-            _Logged(name, *self._place, symbol, times=times, metadata=metadata)
+            _Logged(name, *self._position, symbol, times=times, metadata=metadata)
         )
 
     def _log_tensor(
@@ -179,10 +180,10 @@ class EventTrace:
         plain = value.detach().to(LOGGED_AS.get(value.dtype, value.dtype)).contiguous()
         if len(self._buffer) + plain.nbytes > self._buffer_size:
             raise debug_buffer_error(symbol or "an operator", plain.nbytes)
-        described = SCALAR_TYPES[plain.dtype], tuple(plain.shape), len(self._buffer)
+        reference = SCALAR_TYPES[plain.dtype], tuple(plain.shape), len(self._buffer)
         self._buffer += plain.numpy().tobytes()
         self._runs[-1].events.append(
-            _Logged("", *self._place, symbol, tensor=described, is_output=is_output)
+            _Logged("", *self._position, symbol, tensor=reference, is_output=is_output)
         )
 
 
@@ -191,7 +192,7 @@ class ObservedDelegate:
 
     Args:
         delegate: The delegate.
-        trace: Where they are logged.
+        trace: Receives the events.
     """
 
     native = None
@@ -219,14 +220,14 @@ def check_traced(is_traced: bool) -> None:
     """Refuse to write events that were not collected.
 
     Raises:
-        OptionError: They were not.
+        OptionError: Events were not collected.
     """
     if not is_traced:
         raise OptionError("the program has no events", remedy="Load it with enable_etdump=True")
 
 
 def used_bytes(etdump: bytes) -> int:
-    """Return how many bytes of the debug buffer the values of an ETDump take."""
+    """Return the number of bytes that the values of an ETDump take in the debug buffer."""
     from executorch.devtools.etdump.serialize import deserialize_from_etdump_flatcc
 
     events = (
@@ -264,11 +265,11 @@ def write_trace(
 
 
 def debug_buffer_error(what: str, nbytes: int) -> ExecutionError:
-    """Return the error that values do not fit into the debug buffer.
+    """Return the error for values that do not fit into the debug buffer.
 
     Args:
-        what: Whose values.
-        nbytes: Their size.
+        what: The method or op that computed the values.
+        nbytes: Size of the values.
     """
     return ExecutionError(
         "values do not fit into the debug buffer",
@@ -278,17 +279,17 @@ def debug_buffer_error(what: str, nbytes: int) -> ExecutionError:
 
 
 def _event(schema: Any, logged: _Logged) -> Any:
-    place = logged.instruction, -1, logged.symbol or ""
+    identity = logged.instruction, -1, logged.symbol or ""
     if logged.times is not None:
-        timed = schema.ProfileEvent(
-            logged.name, logged.chain, *place, list(logged.metadata), *logged.times
+        time_event = schema.ProfileEvent(
+            logged.name, logged.chain, *identity, list(logged.metadata), *logged.times
         )
-        return schema.Event(timed, None, None)
+        return schema.Event(time_event, None, None)
     dtype, sizes, offset = logged.tensor or (0, (), 0)
     strides = [int(np.prod(sizes[axis + 1 :])) for axis in range(len(sizes))]
     tensor = schema.Tensor(schema.ScalarType(dtype), list(sizes), strides, offset)
     output = schema.Bool(logged.is_output)
     value = schema.Value("Tensor", tensor, None, None, None, None, None, output)
-    # The chain has no sign here.
-    valued = schema.DebugEvent(logged.name, logged.chain % 2**64, *place, value)
-    return schema.Event(None, None, valued)
+    # The chain is unsigned here.
+    value_event = schema.DebugEvent(logged.name, logged.chain % 2**64, *identity, value)
+    return schema.Event(None, None, value_event)

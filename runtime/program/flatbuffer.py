@@ -1,9 +1,9 @@
 """A bounds-checked reader of FlatBuffers tables.
 
-The generated readers that ship with ExecuTorch trust every offset they meet, which is right for
-bytes a program has just written and wrong for a file from elsewhere: a flipped bit sends them
-outside the buffer, or into a vector of four billion elements. This reader checks every access and
-bounds the total work by the size of the buffer.
+The generated readers of ExecuTorch trust every offset, which is right for bytes that the same
+process has written and wrong for other files: a flipped bit sends them outside the buffer, or into
+a vector of four billion elements. This reader checks every access and bounds the total work by the
+size of the buffer.
 
 Layout, all little-endian: the buffer starts with the offset of its root table (``uint32``) and a
 four-byte file identifier. A table starts with the signed distance back to its vtable (``int32``);
@@ -30,9 +30,8 @@ _SOFFSET: Final = struct.Struct("<i")
 _VOFFSET: Final = struct.Struct("<H")
 _VTABLE_HEADER: Final = 4  # bytes before the first field: vtable size, table size
 
-# A buffer whose objects are stored once costs about one unit per byte. Writers may share strings
-# and vtables, so a small multiple is allowed; beyond it the same bytes are being read over and
-# over.
+# Reading every object once costs about one unit per byte. Writers may share strings and vtables, so
+# a small multiple is allowed; more means that the same bytes are read again and again.
 _WORK_PER_BYTE: Final = 8
 _WORK_FLOOR: Final = 4096
 
@@ -52,29 +51,29 @@ class FlatBuffer:
         self._work = _WORK_FLOOR + _WORK_PER_BYTE * self._size
 
     def root(self) -> Table:
-        """The root table.
+        """Return the root table.
 
         Raises:
-            BlobFormatError: The buffer is too short, or the root offset leaves it.
+            BlobFormatError: The buffer is too short, or the root offset is outside of it.
         """
         return Table(self, int(self.scalar(UOFFSET, 0)))
 
     def scalar(self, layout: struct.Struct, position: int) -> int | float | bool:
-        """The scalar of ``layout`` at byte ``position``."""
+        """Return the scalar of ``layout`` at byte ``position``."""
         self.check(position, layout.size)
         return layout.unpack_from(self._data, position)[0]
 
     def follow(self, position: int) -> int:
-        """Absolute position of the object that the offset stored at ``position`` refers to."""
+        """Return the absolute position of the object that the offset at ``position`` refers to."""
         return position + int(self.scalar(UOFFSET, position))
 
     def bytes_at(self, position: int, size: int) -> memoryview:
-        """View of ``size`` bytes at ``position``."""
+        """Return a view of ``size`` bytes at ``position``."""
         self.check(position, size)
         return self._data[position : position + size]
 
     def check(self, position: int, size: int) -> None:
-        """Refuse an access outside the buffer, and more work than the buffer can account for."""
+        """Refuse an access outside the buffer, or beyond the bound on the total work."""
         if position < 0 or size < 0 or position + size > self._size:
             raise BlobFormatError(
                 "program data is truncated or corrupt",
@@ -104,7 +103,7 @@ class Table:
         self._fields = max(size - _VTABLE_HEADER, 0) // _VOFFSET.size
 
     def _field(self, index: int) -> int | None:
-        """Absolute position of field ``index``, None when it is absent."""
+        """Return the absolute position of field ``index``, None if it is absent."""
         if index >= self._fields:
             return None
         slot = self._vtable + _VTABLE_HEADER + index * _VOFFSET.size
@@ -112,7 +111,7 @@ class Table:
         return self._position + offset if offset else None
 
     def _vector(self, index: int, element_size: int) -> tuple[int, int]:
-        """Position of the first element, and length, of the vector in field ``index``."""
+        """Return position of the first element, and length, of the vector in field ``index``."""
         field = self._field(index)
         if field is None:
             return 0, 0
@@ -122,22 +121,22 @@ class Table:
         return start + UOFFSET.size, length
 
     def integer(self, index: int, layout: struct.Struct, default: int = 0) -> int:
-        """An integer or enum field."""
+        """Return an integer or enum field."""
         field = self._field(index)
         return default if field is None else int(self._buffer.scalar(layout, field))
 
     def real(self, index: int, layout: struct.Struct) -> float:
-        """A floating-point field, 0.0 by default."""
+        """Return a floating-point field, 0.0 by default."""
         field = self._field(index)
         return 0.0 if field is None else float(self._buffer.scalar(layout, field))
 
     def table(self, index: int) -> Table | None:
-        """A table field, None when absent."""
+        """Return a table field, None if absent."""
         field = self._field(index)
         return None if field is None else Table(self._buffer, self._buffer.follow(field))
 
     def text(self, index: int) -> str | None:
-        """A string field, None when absent.
+        """Return a string field, None if absent.
 
         Raises:
             BlobFormatError: The bytes are not UTF-8.
@@ -153,22 +152,22 @@ class Table:
             ) from None
 
     def raw(self, index: int) -> memoryview:
-        """A vector of bytes (or the bytes of a string), as a view; empty when absent."""
+        """Return a vector of bytes (or the bytes of a string), as a view; empty if absent."""
         start, length = self._vector(index, 1)
         return self._buffer.bytes_at(start, length)
 
     def scalars(self, index: int, layout: struct.Struct) -> tuple[int | float | bool, ...]:
-        """A vector of scalars; empty when absent."""
+        """Return a vector of scalars; empty if absent."""
         start, length = self._vector(index, layout.size)
         view = self._buffer.bytes_at(start, length * layout.size)
         return tuple(value for (value,) in layout.iter_unpack(view))
 
     def integers(self, index: int, layout: struct.Struct) -> tuple[int, ...]:
-        """A vector of integers; empty when absent."""
+        """Return a vector of integers; empty if absent."""
         return tuple(int(value) for value in self.scalars(index, layout))
 
     def tables(self, index: int, decode: Callable[[Table], T]) -> tuple[T, ...]:
-        """A vector of tables, each decoded by ``decode``; empty when absent."""
+        """Return a vector of tables, each decoded by ``decode``; empty if absent."""
         start, length = self._vector(index, UOFFSET.size)
         follow = self._buffer.follow
         return tuple(

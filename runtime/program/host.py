@@ -1,9 +1,8 @@
 """The ``python`` host: an executor of ``.pte`` programs in Python.
 
-Delegates go to a loader, everything else to torch's own kernels. An instruction costs microseconds
-where the stock runtime takes a fraction of one, but torch's kernels are optimised ones: whole
-networks that were not delegated run tens of times faster here than on the stock runtime's portable
-kernels.
+Delegates run by their loader's callables, other operators by torch's kernels. An instruction takes
+microseconds, and a fraction of one on the stock runtime, but torch's kernels are optimised: fully
+undelegated networks run tens of times faster here than on the stock runtime's portable kernels.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ _logger = logging.getLogger(__name__)
 
 
 def check_support(method: MethodInfo, backend_id: str = COREML_BACKEND_ID) -> None:
-    """Check that this host has everything that a method needs, before the method is loaded.
+    """Check that this host supports all delegates and operators of a method, before loading it.
 
     Args:
         method: The method.
-        backend_id: The backend whose delegates the loader takes.
+        backend_id: The backend whose delegates the loader prepares.
 
     Raises:
         ProgramError: The method has a delegate of another backend.
@@ -106,11 +105,11 @@ def _remedy_for_other_backends(method: MethodInfo, backend_id: str) -> str:
 class PythonProgram:
     """A ``.pte`` loaded for execution in Python.
 
-    Calls from several threads run at the same time, as many as there are CPUs, each with memory of
-    its own for what the program computes. Those of a method that keeps something take turns.
+    Calls from several threads run at the same time, as many as there are CPUs, each with its own
+    memory for computed values. Calls of a method with states or shared memory run one at a time.
 
-    Mutable buffers, and the states of its delegates, belong to the loaded program: they start at
-    their exported values and persist from one call to the next.
+    Mutable buffers and the states of delegates belong to the loaded program: they start at their
+    exported values and persist between calls.
 
     Attributes:
         host_name: Name of the host.
@@ -153,12 +152,12 @@ class PythonProgram:
         """Load a program; its methods are prepared when first run, or by ``load_method``.
 
         Args:
-            pte: Path of a ``.pte`` (mapped, not read), its bytes, or a program already opened.
+            pte: Path of a ``.pte`` (mapped, not read), its bytes, or an opened program.
             loader: Prepares delegates.
-            backend_id: The backend whose delegates ``loader`` takes.
+            backend_id: The backend whose delegates ``loader`` prepares.
             external_data: Tensors and named data stored outside the program.
             rejected_hosts: Value of the attribute.
-            trace: Where the events of calls are logged, if they are wanted.
+            trace: Receives the events of calls, unless it is None.
 
         Returns:
             The program.
@@ -182,14 +181,14 @@ class PythonProgram:
 
     @property
     def program(self) -> PteProgram:
-        """The program as it was read: metadata, delegates, named data."""
+        """The program that was read: metadata, delegates, named data."""
         return self._program
 
     def load_method(self, name: str = "forward") -> None:
         """Prepare a method: load its delegates, allocate its memory, find its kernels.
 
         Raises:
-            ProgramError: No such method; a delegate of another backend; data that is missing.
+            ProgramError: No such method; a delegate of another backend; missing data.
             UnsupportedOpError: An operator has no kernel.
             BlobFormatError: The method's instructions do not fit its operators.
         """
@@ -197,7 +196,7 @@ class PythonProgram:
             self._loaded(name)
 
     def delegates(self, method: str) -> tuple[DelegateCallable, ...]:
-        """The delegates of a method, loaded; raises as ``load_method`` does."""
+        """Return the loaded delegates of a method; raises as ``load_method`` does."""
         with self._lock:
             return self._loaded(method).delegates
 
@@ -214,7 +213,7 @@ class PythonProgram:
         Raises:
             InputError: Wrong count, dtype or shape of an input.
             ExecutionError: A kernel or a delegate failed.
-            ProgramError: See ``load_method``, as are the other errors of the first run.
+            ProgramError: See ``load_method``, also for other errors of the first run.
         """
         copies = self._copies.get(method)
         if copies is None:
@@ -231,8 +230,8 @@ class PythonProgram:
         """Write the events of all calls so far; see ``runtime.load_program``.
 
         Args:
-            etdump_path: The file that is written.
-            debug_buffer_path: The file that the values go to, if there are any.
+            etdump_path: The file to write.
+            debug_buffer_path: The file to write values to, if there are any.
 
         Raises:
             OptionError: The program was not loaded with ``enable_etdump``.
@@ -260,11 +259,11 @@ class PythonProgram:
         """Replace the content of all states.
 
         Args:
-            snapshot: From ``snapshot_state`` of the same program, of this load or another; or
+            snapshot: From ``snapshot_state`` of this or another load of the same program; or
                 arrays of the same names and shapes, with dtypes of the same kind.
 
         Raises:
-            InputError: The names differ, or a shape or kind of dtype; then nothing is replaced.
+            InputError: A name, shape or kind of dtype differs; then nothing is replaced.
         """
         with self._lock:
             states.restore(self._states(), snapshot)
@@ -282,7 +281,7 @@ class PythonProgram:
             else:
                 loaded = self._trace.run(LOAD, lambda: self._load_method(method))
             self._methods[name] = loaded
-            if not loaded.keeps_something and self._trace is None:
+            if not loaded.keeps_state and self._trace is None:
                 self._copies[name] = _Copies(loaded)
             _logger.debug("loaded method %s: %d delegates", name, len(loaded.delegates))
         return loaded
@@ -305,10 +304,10 @@ class PythonProgram:
 
 
 class _Copies:
-    """Copies of a loaded method, for calls at the same time.
+    """Copies of a loaded method, for concurrent calls.
 
     Args:
-        first: A method that keeps nothing from one call to the next.
+        first: A method that keeps no state between calls.
     """
 
     def __init__(self, first: _LoadedMethod) -> None:
@@ -317,7 +316,7 @@ class _Copies:
         self._room = threading.Semaphore(cpu_count())
 
     def run(self, inputs: Sequence[Value]) -> list[Value]:
-        """Run the method once, as soon as fewer calls run than there are CPUs."""
+        """Run the method once, when fewer calls are running than there are CPUs."""
         with self._room:
             try:
                 copy = self._idle.pop()  # atomic, so no lock
@@ -329,7 +328,7 @@ class _Copies:
                 self._idle.append(copy)
 
 
-_NOTHING: Final = nullcontext()
+_NO_CONTEXT: Final = nullcontext()
 
 
 class _LoadedMethod:
@@ -350,26 +349,26 @@ class _LoadedMethod:
         for index in method.outputs:
             if isinstance(method.values[index], IndexList):
                 raise ProgramError(f"method {method.name!r} returns a list as a single output")
-        passed = find_delegate_only_values(method, delegates)
-        self._replaced = self._replaced_inputs(passed.inputs)
-        # Each run's are new; one that is returned twice is copied all the same.
-        self._new = {i for i in passed.outputs if method.outputs.count(i) == 1}
+        delegate_only = find_delegate_only_values(method, delegates)
+        self._replaced = self._replaced_inputs(delegate_only.inputs)
+        # These outputs are new in each run and need no copy, unless they are returned twice.
+        self._new = {i for i in delegate_only.outputs if method.outputs.count(i) == 1}
         if trace is not None:
             delegates = [ObservedDelegate(delegate, trace) for delegate in delegates]
-        bound = bind_method(method, values, delegates, self._replaced, passed)
+        bound = bind_method(method, values, delegates, self._replaced, delegate_only)
         self._chains = bound.chains if trace is None else self._traced(bound.chains, trace)
         has_kernels = any(isinstance(call, KernelCall) for c in method.chains for call in c)
         self._shares_cores = bool(delegates) and has_kernels
-        # A run that failed half-way must not leave its loop counters behind.
-        self._initial = [(index, values[index]) for index in sorted(bound.moving)]
+        # Values to reset before each run: a failed run must not leave its loop counters behind.
+        self._initial = [(index, values[index]) for index in sorted(bound.replaced)]
 
     def copy(self) -> _LoadedMethod:
-        """Return the method with the same delegates, and memory of its own."""
+        """Return a copy of the method with the same delegates and its own memory."""
         return _LoadedMethod(self._method, self._memory, self.delegates)
 
     @property
-    def keeps_something(self) -> bool:
-        """Whether a call leaves something to the next one, or to another method."""
+    def keeps_state(self) -> bool:
+        """Whether a call changes the state of later calls, of this or another method."""
         return any(True for _ in self.states()) or self._memory.is_shared(self._method)
 
     def states(self) -> Iterator[tuple[str, states.DelegateState]]:
@@ -381,8 +380,8 @@ class _LoadedMethod:
             initial = {str(i): self._memory.initial_value(spec) for i, spec in buffers.items()}
             yield f"{self._method.name}.buffer", BufferState(tensors, initial)
 
-    def _replaced_inputs(self, passed: Collection[int]) -> frozenset[int]:
-        """Return the tensor inputs that the caller's own tensor replaces, without a copy.
+    def _replaced_inputs(self, delegate_only: Collection[int]) -> frozenset[int]:
+        """Return the tensor inputs that the caller's tensor replaces, without a copy.
 
         These are inputs without planned memory, and inputs that only delegates read.
         """
@@ -391,7 +390,7 @@ class _LoadedMethod:
             index
             for index in self._method.inputs
             if isinstance(spec := specs[index], TensorSpec)
-            and (spec.allocation is None or index in passed)
+            and (spec.allocation is None or index in delegate_only)
         )
 
     def run(self, inputs: Sequence[Value]) -> list[Value]:
@@ -405,7 +404,7 @@ class _LoadedMethod:
     def _traced(
         self, chains: tuple[tuple[Step, ...], ...], trace: EventTrace
     ) -> tuple[tuple[Step, ...], ...]:
-        """Return the steps with every call of a kernel or delegate logged."""
+        """Return the steps with logging of every call of a kernel or delegate."""
 
         def traced(step: Step, chain: int, position: int) -> Step:
             instruction = self._method.chains[chain][position]
@@ -413,7 +412,7 @@ class _LoadedMethod:
                 case KernelCall():
                     name = instruction.operator.rpartition("::")[2]
                     outputs = find_kernel(instruction.operator).outputs
-                    results = [instruction.args[place] for place in outputs]
+                    results = [instruction.args[output] for output in outputs]
                 case DelegateCall():
                     name, results = DELEGATE, list[int]()
                 case _:
@@ -434,7 +433,7 @@ class _LoadedMethod:
         )
 
     def _values_of(self, indices: Sequence[int]) -> Iterator[Value]:
-        """Yield values, and those in lists one by one."""
+        """Yield values, with lists flattened."""
         for index in indices:
             spec = self._method.values[index]
             members = spec.items if isinstance(spec, IndexList) else (index,)
@@ -442,7 +441,7 @@ class _LoadedMethod:
 
     def _run(self, inputs: Sequence[Value]) -> list[Value]:
         check_inputs(self._method, inputs)
-        with torch.no_grad(), one_torch_thread() if self._shares_cores else _NOTHING:
+        with torch.no_grad(), one_torch_thread() if self._shares_cores else _NO_CONTEXT:
             for index, value in self._initial:
                 self._values[index] = value
             for index, value in zip(self._method.inputs, inputs, strict=True):
@@ -458,7 +457,7 @@ class _LoadedMethod:
     def _set_input(self, index: int, value: Value) -> None:
         spec = self._method.values[index]
         if not isinstance(spec, TensorSpec) or not isinstance(value, torch.Tensor):
-            return  # checked to be the number it was exported with
+            return  # ``check_inputs`` has checked that it equals the exported value
         if index in self._replaced:
             self._values[index] = in_dim_order(value, spec)
         else:

@@ -1,4 +1,4 @@
-"""Check the inputs of a method before anything runs."""
+"""Check the inputs of a method before it runs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from coreml_delegate.runtime.program.plan import (
 from coreml_delegate.runtime.program.signature import input_names
 
 Value: TypeAlias = "torch.Tensor | bool | int | float | str | None"
-"""An input or output of a method; nearly always a tensor."""
+"""An input or output of a method; usually a tensor."""
 
 
 def check_inputs(method: MethodInfo, inputs: Sequence[Value]) -> None:
     """Check ``inputs`` against the metadata of ``method``.
 
     Args:
-        method: The method about to run.
+        method: The method.
         inputs: The caller's inputs.
 
     Raises:
@@ -48,14 +48,14 @@ def check_inputs(method: MethodInfo, inputs: Sequence[Value]) -> None:
 
 
 def _is_exported_value(spec: ValueSpec, value: object) -> bool:
-    """Whether ``value`` is the exported one; a program has None in place of a text."""
+    """Whether ``value`` equals the value at export; a program stores None for a string."""
     if spec is None:
         return value is None or isinstance(value, str)
     return type(value) is type(spec) and value == spec
 
 
 def _is_usual(spec: TensorSpec, value: torch.Tensor) -> bool:
-    """Whether ``value`` is to the letter what ``spec`` says: most are, and it is quickly seen."""
+    """Whether ``value`` agrees with ``spec`` exactly: a quick check that most inputs pass."""
     return (
         value.shape == spec.shape
         and value.dtype is spec.dtype
@@ -77,7 +77,7 @@ def _check_tensor(index: int, method: MethodInfo, spec: TensorSpec, value: objec
 
 
 def shape_fits(spec: TensorSpec, shape: Sequence[int]) -> bool:
-    """Whether a tensor of ``shape`` may stand for ``spec``."""
+    """Whether ``spec`` allows a tensor of ``shape``."""
     if len(shape) != len(spec.shape):
         return False
     if spec.dynamism is Dynamism.UNBOUNDED:

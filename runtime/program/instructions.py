@@ -1,8 +1,8 @@
 """Bind instructions to steps: closures over a method's values, bound once and run many times.
 
-A step returns None to go on with the next one, or the number of the step to jump to. Objects that
-never change between runs (constants, planned tensors, numbers) are bound into the call when the
-method is loaded; only values that are replaced are looked up at run time.
+A step returns None to continue with the next step, or the index of the step to jump to. Objects
+that never change between runs (constants, planned tensors, numbers) are bound when the method is
+loaded; only values that are replaced are looked up at run time.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ Step: TypeAlias = Callable[[], "int | None"]
 
 @dataclass(frozen=True, slots=True)
 class BoundMethod:
-    """Steps of a method, chain by chain, and which of its values they replace."""
+    """Steps of a method by chain, and the indices of the values that runs replace."""
 
     chains: tuple[tuple[Step, ...], ...]
-    moving: frozenset[int]
+    replaced: frozenset[int]
 
 
 def bind_method(
     method: MethodInfo,
     values: list[Any],
     delegates: Sequence[DelegateCallable],
-    moving_inputs: Iterable[int],
-    passed: DelegateOnlyValues,
+    replaced_inputs: Iterable[int],
+    delegate_only: DelegateOnlyValues,
 ) -> BoundMethod:
     """Turn the instructions of a method into steps.
 
     Args:
         method: The method.
-        values: Its value table; the steps read and write this very list.
-        delegates: Its loaded delegates, by number.
-        moving_inputs: Values that each run replaces with the caller's own object.
-        passed: Values that only delegates handle.
+        values: Value table of the method; the steps read and write this list object.
+        delegates: Loaded delegates of the method, by number.
+        replaced_inputs: Inputs that each run replaces with the caller's object.
+        delegate_only: Values that only delegates use.
 
     Returns:
         The steps.
@@ -73,25 +73,25 @@ def bind_method(
     Raises:
         UnsupportedOpError: An operator has no kernel.
         BlobFormatError: A call does not fit its operator, or would overwrite a constant.
-        ProgramError: A delegate takes or returns something else than tensors.
+        ProgramError: An argument of a delegate is no tensor.
     """
     instructions = [instruction for chain in method.chains for instruction in chain]
     kernels = {name: find_kernel(name) for name in sorted(method.operators)}
-    moving = {*moving_inputs, *passed.outputs}
+    replaced = {*replaced_inputs, *delegate_only.outputs}
     for instruction in instructions:
-        moving.update(_replaced_values(instruction, method, kernels))
-    binder = _Binder(method, values, kernels, delegates, frozenset(moving), passed)
+        replaced.update(_replaced_values(instruction, method, kernels))
+    binder = _Binder(method, values, kernels, delegates, frozenset(replaced), delegate_only)
     chains = tuple(tuple(map(binder.bind, chain)) for chain in method.chains)
-    return BoundMethod(chains, frozenset(moving))
+    return BoundMethod(chains, frozenset(replaced))
 
 
 @dataclass(frozen=True, slots=True)
 class DelegateOnlyValues:
-    """Values that need no memory of the program, because only delegates handle them.
+    """Values that need no planned memory, because only delegates use them.
 
     Attributes:
-        inputs: Inputs of the method that delegates take.
-        outputs: Outputs of the method that one delegate returns; a new tensor in each run.
+        inputs: Inputs of the method that only delegates read.
+        outputs: Outputs of the method that one delegate returns; each run makes a new tensor.
     """
 
     inputs: frozenset[int]
@@ -101,36 +101,37 @@ class DelegateOnlyValues:
 def find_delegate_only_values(
     method: MethodInfo, delegates: Sequence[DelegateCallable]
 ) -> DelegateOnlyValues:
-    """Find the values that only delegates handle.
+    """Find the values that only delegates use.
 
     Args:
         method: The method.
-        delegates: Its loaded delegates, by number.
+        delegates: Loaded delegates of the method, by number.
     """
-    taken: set[int] = set()
-    made: Counter[int] = Counter()
-    touched = {
+    delegate_inputs: set[int] = set()
+    delegate_outputs: Counter[int] = Counter()
+    used_elsewhere = {
         index for value in method.values if isinstance(value, IndexList) for index in value.items
     }
     for instruction in (instruction for chain in method.chains for instruction in chain):
         match instruction:
             case DelegateCall():
                 count = delegates[instruction.delegate].input_count
-                taken.update(instruction.args[:count])
-                made.update(instruction.args[count:])
+                delegate_inputs.update(instruction.args[:count])
+                delegate_outputs.update(instruction.args[count:])
             case KernelCall():
-                touched.update(instruction.args)
+                used_elsewhere.update(instruction.args)
             case MoveCall():
-                touched.update((instruction.source, instruction.target))
+                used_elsewhere.update((instruction.source, instruction.target))
             case JumpFalseCall():
-                touched.add(instruction.condition)
+                used_elsewhere.add(instruction.condition)
             case FreeCall():
-                touched.add(instruction.value)
-    inputs = taken.intersection(method.inputs) - touched - made.keys()
+                used_elsewhere.add(instruction.value)
+    inputs = delegate_inputs.intersection(method.inputs) - used_elsewhere - delegate_outputs.keys()
     outputs = {
         index
-        for index in made.keys() & set(method.outputs) - touched - taken - set(method.inputs)
-        if made[index] == 1 and _is_row_major(method.values[index])
+        for index in delegate_outputs.keys()
+        & set(method.outputs) - used_elsewhere - delegate_inputs - set(method.inputs)
+        if delegate_outputs[index] == 1 and _is_row_major(method.values[index])
     }
     return DelegateOnlyValues(frozenset(inputs), frozenset(outputs))
 
@@ -152,7 +153,7 @@ def _replaced_values(
 
 
 def _result_index(call: KernelCall, method: MethodInfo, kernel: Kernel) -> int | None:
-    """Return the value that a kernel's result replaces; None if the kernel fills its arguments."""
+    """Return the index of the value that a kernel's result replaces; None if it fills arguments."""
     count = len(kernel.parameters)
     if len(call.args) < count:
         raise BlobFormatError(
@@ -164,14 +165,14 @@ def _result_index(call: KernelCall, method: MethodInfo, kernel: Kernel) -> int |
         return call.args[kernel.result_at]
     filled = {call.args[position] for position in kernel.mutated}
     for index in call.args[count:]:
-        # Several results travel as a list of the very tensors that were filled.
+        # Several results are a list of the tensors that the kernel has filled.
         if index not in filled and not isinstance(method.values[index], IndexList):
             return index
     return None
 
 
 def _new_tensor(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of a dtype that is row-major and shares no memory with ``source``."""
+    """Return a row-major copy of ``source`` in ``dtype``."""
     return torch.empty(source.shape, dtype=dtype).copy_(source)
 
 
@@ -184,15 +185,15 @@ class _Binder:
         values: list[Any],
         kernels: dict[str, Kernel],
         delegates: Sequence[DelegateCallable],
-        moving: frozenset[int],
-        passed: DelegateOnlyValues,
+        replaced: frozenset[int],
+        delegate_only: DelegateOnlyValues,
     ) -> None:
         self._method = method
         self._values = values
         self._kernels = kernels
         self._delegates = delegates
-        self._moving = moving
-        self._passed = passed
+        self._replaced = replaced
+        self._delegate_only = delegate_only
 
     def bind(self, instruction: Instruction) -> Step:
         match instruction:
@@ -217,14 +218,14 @@ class _Binder:
         patches: list[tuple[Any, int | str, Callable[[], Any]]] = []
         for position, index in enumerate(call.args[:count]):
             read = self._reader(index)
-            bound = None if self._moves(index) else read()
+            bound = None if self._is_replaced(index) else read()
             if position < kernel.positional:
                 positional.append(bound)
                 key: int | str = position
             else:
                 key = kernel.parameters[position]
                 keywords[key] = bound
-            if self._moves(index):
+            if self._is_replaced(index):
                 patches.append((positional if isinstance(key, int) else keywords, key, read))
         result = _result_index(call, self._method, kernel)
         growing = self._growing(call, kernel)
@@ -265,10 +266,10 @@ class _Binder:
         return general if patches or growing or result is not None else fixed
 
     def _growing(self, call: KernelCall, kernel: Kernel) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return the dynamic tensors that the kernel resizes, each with a shape of no elements.
+        """Return the dynamic tensors that the kernel resizes, each with an empty shape.
 
-        Unless they are emptied first, torch warns. ExecuTorch's kernels end the process when the
-        rank changes.
+        torch warns unless they are resized to this shape first. ExecuTorch's kernels end the
+        process when the rank changes.
         """
         outputs = {call.args[position] for position in kernel.outputs}
         read = {
@@ -292,7 +293,7 @@ class _Binder:
         return tuple(i for i in spec.items if i >= 0) if isinstance(spec, IndexList) else (index,)
 
     def _dynamism(self, index: int) -> Dynamism | None:
-        """Return how the shape of a tensor varies; None if it does not."""
+        """Return the dynamism of a tensor; None for a static shape."""
         spec = self._method.values[index]
         if isinstance(spec, TensorSpec) and spec.dynamism is not Dynamism.STATIC:
             return spec.dynamism
@@ -306,11 +307,12 @@ class _Binder:
                 got=f"value {index}, {spec}",
             )
 
-    def _moves(self, index: int) -> bool:
-        return any(member in self._moving for member in (index, *self._members(index)))
+    def _is_replaced(self, index: int) -> bool:
+        """Whether runs replace a value, or a member of a list."""
+        return any(member in self._replaced for member in (index, *self._members(index)))
 
     def _reader(self, index: int) -> Callable[[], Any]:
-        """Return a function that returns the present object of a value."""
+        """Return a function that returns the current object of a value."""
         values = self._values
         spec = self._method.values[index]
         if not isinstance(spec, IndexList):
@@ -320,7 +322,7 @@ class _Binder:
             return lambda: [None if item < 0 else values[item] for item in items]
         return lambda: [values[item] for item in items]
 
-    # --- everything else
+    # --- other instructions
 
     def _delegate(self, call: DelegateCall) -> Step:
         delegate = self._delegates[call.delegate]
@@ -345,7 +347,7 @@ class _Binder:
         for index in outputs:
             self._check_writable(index, f"delegate {call.delegate}")
         dynamic = tuple(self._dynamism(index) is not None for index in outputs)
-        passed = tuple(index in self._passed.outputs for index in outputs)
+        is_new = tuple(index in self._delegate_only.outputs for index in outputs)
 
         def step() -> None:
             results = delegate([values[index] for index in inputs])
@@ -355,28 +357,28 @@ class _Binder:
                 source = fit_output(
                     result, target.shape, dynamic=dynamic[position], position=position
                 )
-                if passed[position]:
+                if is_new[position]:
                     values[index] = _new_tensor(source, target.dtype)
                     continue
                 if source.shape != target.shape:
                     target.resize_(source.shape)
                 fill(target, source)
 
-        natively = self._native_step(delegate.native, call.args, len(inputs), passed)
-        return step if natively is None else lambda: None if natively() else step()
+        native_step = self._native_step(delegate.native, call.args, len(inputs), is_new)
+        return step if native_step is None else lambda: None if native_step() else step()
 
     def _native_step(
         self,
         native: NativeCall | None,
         args: Sequence[int],
         input_count: int,
-        passed: Sequence[bool],
+        is_new_output: Sequence[bool],
     ) -> DelegateStep | None:
-        """Return a step that runs a delegate without Python, or says that this cannot be."""
+        """Return a step that runs a delegate without Python; None if that is impossible."""
         specs = [spec for n in args if isinstance(spec := self._method.values[n], TensorSpec)]
         if native is None or not all(spec.is_row_major for spec in specs):
             return None
-        is_new = (*(False,) * input_count, *passed)
+        is_new = (*(False,) * input_count, *is_new_output)
         arguments = [
             CallValue(index, spec.shape, spec.dtype, self._dynamism(index) is not None, new)
             for index, spec, new in zip(args, specs, is_new, strict=True)
@@ -403,11 +405,11 @@ class _Binder:
 
     def _free(self, call: FreeCall) -> Step:
         tensor: Any = self._values[call.value]
-        if not isinstance(tensor, torch.Tensor) or call.value in self._moving:
+        if not isinstance(tensor, torch.Tensor) or call.value in self._replaced:
             raise BlobFormatError("program frees a value that has no memory of its own")
 
         def step() -> None:
-            # Emptied in place, storage and all: steps bound to this tensor go on working.
+            # Emptied in place, with its storage, so that steps bound to this tensor still work.
             tensor.set_()  # pyright: ignore[reportCallIssue]  # the stub lacks this overload
 
         return step

@@ -1,7 +1,7 @@
-"""Operators of undelegated nodes: which function computes each, and how its arguments are passed.
+"""Kernels of undelegated operators: the function, and how its arguments are passed.
 
-Nearly all are torch's own out-variants, found by name. The table ``_OWN`` holds those that torch
-does not have: arithmetic on sizes, views, and copies into a dimension order.
+Nearly all are torch's out-variants, found by name. The table ``_OWN`` has the operators that torch
+lacks: arithmetic on sizes, views, and copies into a dimension order.
 
 Source: ``kernels/prim_ops`` and ``exir/passes/executorch_prim_ops_registry.py`` of ExecuTorch.
 """
@@ -30,13 +30,13 @@ class Kernel:
 
     Attributes:
         name: Operator name with overload, for example ``aten::add.out``.
-        function: Called with the first ``positional`` arguments by position, the rest by name.
+        function: Called with the first ``positional`` arguments by position, the others by name.
         parameters: Names of all arguments, in schema order.
-        positional: How many are passed by position.
+        positional: Number of arguments passed by position.
         outputs: Positions of arguments that the function resizes and fills.
-        mutated: Positions of arguments it writes to, ``outputs`` included.
-        result_at: Position of an argument whose value the function's result replaces; None when
-            the result goes to the value listed after the arguments.
+        mutated: Positions of arguments that the function writes to, ``outputs`` included.
+        result_at: Position of the argument whose value the function's result replaces; None if
+            the result replaces the value listed after the arguments.
     """
 
     name: str
@@ -52,10 +52,10 @@ def find_kernel(name: str) -> Kernel:
     """Return the kernel of an operator.
 
     Args:
-        name: Name with overload as a program spells it: ``aten::add.out``, ``aten::copy_``.
+        name: Name with overload, as in a program: ``aten::add.out``, ``aten::copy_``.
 
     Raises:
-        UnsupportedOpError: There is no kernel for it.
+        UnsupportedOpError: The operator has no kernel.
     """
     own = _OWN.get(name)
     if own is not None:
@@ -86,7 +86,7 @@ def _import(module: str) -> bool:
     return True
 
 
-# Operators that torch knows only once a library has registered them.
+# Namespace -> library that registers its operators with torch.
 _REGISTERED_BY: Final[Mapping[str, str]] = {
     "quantized_decomposed": "executorch.kernels.quantized",
     "llama": "executorch.extension.llm.custom_ops.custom_ops",
@@ -94,17 +94,17 @@ _REGISTERED_BY: Final[Mapping[str, str]] = {
 
 
 def _torch_overload(name: str) -> OpOverload | None:
-    namespace, _, rest = name.partition("::")
-    base, _, overload = rest.partition(".")
+    namespace, _, qualified = name.partition("::")
+    base, _, overload = qualified.partition(".")
     if not (namespace.isidentifier() and base.isidentifier()):
         return None
     packet = getattr(getattr(torch.ops, namespace), base, None)
-    # A name out of a file may be any attribute of the namespace object: accept operators alone.
+    # A name from a file may be any attribute of the namespace object: accept only operators.
     if not isinstance(packet, OpOverloadPacket):
         return None
-    # A packet lists the overloads it was made with; libraries may have added others since.
-    found = getattr(packet, overload or "default", None)
-    return found if isinstance(found, OpOverload) else None
+    # A packet lists only its initial overloads; libraries may have added others since.
+    candidate = getattr(packet, overload or "default", None)
+    return candidate if isinstance(candidate, OpOverload) else None
 
 
 def _from_schema(name: str, overload: OpOverload) -> Kernel:
@@ -124,7 +124,7 @@ def _from_schema(name: str, overload: OpOverload) -> Kernel:
     )
 
 
-# Products that are summed for one element of the result, from the shapes of arguments by name.
+# Operator -> number of products summed per element of the result, from the arguments' shapes.
 _PRODUCTS: Final[Mapping[str, Callable[[Mapping[str, Sequence[int]]], int]]] = {
     "aten::addmm.out": lambda shapes: shapes["mat1"][-1],
     "aten::baddbmm.out": lambda shapes: shapes["batch1"][-1],
@@ -133,17 +133,17 @@ _PRODUCTS: Final[Mapping[str, Callable[[Mapping[str, Sequence[int]]], int]]] = {
     "aten::linear.out": lambda shapes: shapes["weight"][-1],
     "aten::mm.out": lambda shapes: shapes["self"][-1],
 }
-# About 5 ms on one core of 2.5 GHz: less is not worth the time that idle threads spin afterwards.
+# About 5 ms on one core of 2.5 GHz; shorter calls are not worth the idle threads' spinning after.
 _LONG_ELEMENTS: Final = 1 << 21
 _LONG_PRODUCTS: Final = 1 << 27
 
 
 def is_long(kernel: Kernel, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a call takes so long on one thread that it should have all of them.
+    """Whether a call takes so long on one thread that it should use all threads.
 
     Args:
         kernel: The kernel.
-        shapes: Shapes of its tensor arguments by parameter, upper bounds where they vary.
+        shapes: Shapes of the tensor arguments by parameter; upper bounds where they vary.
     """
     if kernel.name not in _PRODUCTS:
         return max(map(math.prod, shapes.values()), default=0) >= _LONG_ELEMENTS
@@ -155,18 +155,19 @@ def is_long(kernel: Kernel, shapes: Mapping[str, Sequence[int]]) -> bool:
 
 
 def _et_view(tensor: torch.Tensor, size: Sequence[int], out: torch.Tensor) -> torch.Tensor:
-    del out  # replaced, not filled: a view has no memory of its own
+    del out  # replaced, not filled, because a view has no memory of its own
     return tensor.reshape(list(size))
 
 
 def _et_copy_index(target: torch.Tensor, source: torch.Tensor, index: int) -> None:
-    """Row ``index`` of ``target`` becomes ``source``.
+    """Set ``target[index] = source``.
 
-    A dynamic ``target`` comes emptied, its rows still in memory, and is one row longer afterwards.
+    A dynamic ``target`` arrives with zero rows, its data still in memory, and leaves with
+    ``index + 1`` rows.
     """
-    wanted = (max(index + 1, target.shape[0]), *source.shape)
-    if tuple(target.shape) != wanted:
-        target.resize_(wanted)
+    shape = (max(index + 1, target.shape[0]), *source.shape)
+    if tuple(target.shape) != shape:
+        target.resize_(shape)
     target[index].copy_(source)
 
 
@@ -179,7 +180,7 @@ def _copy_out(source: torch.Tensor, out: torch.Tensor) -> None:
 def _copy_dim_order_out(
     source: torch.Tensor, non_blocking: bool, dim_order: Sequence[int] | None, out: torch.Tensor
 ) -> None:
-    # The order is that of ``out``'s own strides already; values do not depend on it.
+    # The strides of ``out`` already have this order; values do not depend on it.
     del non_blocking, dim_order
     _copy_out(source, out)
 
@@ -225,7 +226,7 @@ _BINARY: Final[Mapping[str, Callable[..., Any]]] = {
     "sym_min": min,
     "truediv": operator.truediv,
 }
-# Programs of older exporters: the same operators under an overload for integers.
+# Older exporters write these operators with an overload for integers.
 _BINARY_INT: Final = ("add", "eq", "floordiv", "ge", "gt", "le", "lt", "mod", "mul", "sub")
 
 

@@ -1,4 +1,4 @@
-"""Memory of a loaded program: arenas, and tensors that are views of planned or stored bytes."""
+"""Memory of a loaded program: arenas, and tensors on planned or stored bytes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from coreml_delegate.runtime.program.plan import (
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.snapshots import Array, Snapshot
 
-# The memory planner puts activations, and the buffers of methods that share nothing, into arena 1,
-# and buffers that methods do share into the ones after it. The stock runtime shares every arena, so
-# that one method's activations overwrite another's buffers; a private arena 1 keeps both.
+# The memory planner puts activations and unshared buffers into arena 1, and buffers shared by
+# methods into later arenas. The stock runtime shares every arena, so that one method's activations
+# overwrite another's buffers; with a private arena 1 per method they do not.
 _PRIVATE_ARENA: Final = 1
 
-# Elements from which on torch copies on several threads: ``at::internal::GRAIN_SIZE``.
+# Elements from which torch copies on several threads: ``at::internal::GRAIN_SIZE``.
 _GRAIN: Final = 32768
 
 _AS_ARRAYS: Final = frozenset(
@@ -48,7 +48,7 @@ class ProgramMemory:
     """The memory that the methods of one loaded program use.
 
     Args:
-        program: Has the constants and initial values.
+        program: The program, with constants and initial values.
         external_data: Finds constants stored outside the program, by name.
     """
 
@@ -60,16 +60,16 @@ class ProgramMemory:
         self._initialised: set[Allocation] = set()
 
     def materialise(self, method: MethodInfo) -> list[Any]:
-        """Make the value table of ``method`` as Python objects.
+        """Return the value table of ``method`` as Python objects.
 
         Args:
             method: A method of the program.
 
         Returns:
-            Tensors, scalars and strings by value index; ``IndexList`` entries stay as they are.
+            Tensors, scalars and strings by value index; ``IndexList`` entries are unchanged.
 
         Raises:
-            ProgramError: External data is missing, or memory does not suffice.
+            ProgramError: External data is missing, or there is too little memory.
         """
         private: dict[int, NDArray[np.uint8]] = {}
         if len(method.arena_sizes) > _PRIVATE_ARENA:
@@ -80,7 +80,7 @@ class ProgramMemory:
         ]
 
     def is_shared(self, method: MethodInfo) -> bool:
-        """Return whether a method has memory that other methods have too."""
+        """Whether a method shares memory with other methods."""
         return len(method.arena_sizes) > _PRIVATE_ARENA + 1
 
     def initial_value(self, spec: TensorSpec) -> torch.Tensor | None:
@@ -99,7 +99,7 @@ class ProgramMemory:
         if arena is None:
             arena = self._shared_arena(spec.allocation.arena)
         tensor = _planned_tensor(arena, spec.allocation.offset, spec)
-        # A method loaded later must not undo what another has done to a buffer they share.
+        # A method loaded later must not reset a shared buffer that another method has changed.
         if stored is not None and not (is_shared and spec.allocation in self._initialised):
             tensor.copy_(borrow_tensor(stored, spec))
             if is_shared:
@@ -124,11 +124,11 @@ class ProgramMemory:
 
 
 class BufferState:
-    """The state that consists of a program's mutable buffers.
+    """The mutable buffers of a method, as a state.
 
     Args:
         tensors: Buffers by name.
-        initial: Their initial values, None for zeros.
+        initial: Initial values by name, None for zeros.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ def _with_layout(flat: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _planned_tensor(arena: NDArray[np.uint8], offset: int, spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor over its slice of ``arena``; growing beyond the slice fails in torch."""
+    """Return a tensor on a slice of ``arena``; torch refuses to resize it beyond the slice."""
     if spec.numel == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)
     flat = torch.frombuffer(arena, dtype=spec.dtype, count=spec.numel, offset=offset)
@@ -191,14 +191,14 @@ def _planned_tensor(arena: NDArray[np.uint8], offset: int, spec: TensorSpec) -> 
 
 
 def _own_tensor(spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor with memory of its own; kernels resize unbounded tensors."""
+    """Return a tensor with its own memory; kernels resize unbounded tensors."""
     if spec.dynamism is Dynamism.UNBOUNDED:
         return torch.empty((0,) * len(spec.shape), dtype=spec.dtype)
     return _planned_tensor(_arena(spec.nbytes), 0, spec)
 
 
 class _Writable:
-    """Declares read-only bytes writable: torch has no read-only tensors and warns about them."""
+    """Declares read-only bytes writable, because torch has no read-only tensors and would warn."""
 
     def __init__(self, data: memoryview) -> None:
         self.owner = data
@@ -212,7 +212,7 @@ class _Writable:
 
 
 def borrow_tensor(data: memoryview, spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor over stored bytes, which it keeps alive. Nothing may write to it.
+    """Return a tensor on stored bytes, which it keeps alive. It must not be written to.
 
     Args:
         data: At least ``spec.nbytes`` bytes.
@@ -230,10 +230,10 @@ def borrow_tensor(data: memoryview, spec: TensorSpec) -> torch.Tensor:
 
 
 def fill(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` to ``target``, of the same shape, casting if needed.
+    """Copy ``source`` to ``target`` of the same shape, with a cast if needed.
 
-    Torch would copy a large tensor on its own threads, which spin for a while before they sleep, on
-    the very cores a delegate is about to use.
+    torch would copy a large tensor on its own threads, which afterwards spin for a while on the
+    cores that a delegate needs.
     """
     large = target.numel() >= _GRAIN
     if (

@@ -1,7 +1,7 @@
-"""A ``.pte`` program as frozen records: the decoder makes them, the hosts execute them.
+"""A ``.pte`` program as frozen records, which the decoder creates and the hosts execute.
 
 Names follow ExecuTorch's ``program.fbs``. An execution plan is one method: a table of values, and
-instructions that name values by their index in it.
+instructions that refer to values by index.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Dynamism(enum.Enum):
     """How a tensor's serialized shape determines its shape at run time."""
 
     STATIC = 0
-    """The shape itself."""
+    """The shape is fixed."""
     BOUNDED = 1
-    """The largest shape; every dimension may be smaller."""
+    """The shape is an upper bound; every dimension may be smaller."""
     UNBOUNDED = 2
     """Only the rank is known; memory is allocated at run time."""
 
@@ -40,14 +40,14 @@ class TensorSpec:
 
     Attributes:
         dtype: Element type.
-        shape: Sizes; ``dynamism`` says how to read them.
+        shape: Sizes, interpreted by ``dynamism``.
         dim_order: Dimensions from outermost to innermost in memory.
         dynamism: Static, bounded or unbounded.
         buffer: Index of the tensor's data among the constants (or, if ``allocation`` is set, among
             the initial values of mutable tensors); 0 for none.
-        allocation: Planned memory, None for constants and for tensors given memory at run time.
-        mutable_segment: Which group of initial values ``buffer`` counts in.
-        external_key: Name of the data when it is stored outside the program, else None.
+        allocation: Planned memory, None for constants and for tensors allocated at run time.
+        mutable_segment: Index of the group of initial values that ``buffer`` refers to.
+        external_key: Name of the data if it is stored outside the program, else None.
         is_row_major: Whether the last dimension is the innermost in memory, and so on.
     """
 
@@ -67,7 +67,7 @@ class TensorSpec:
 
     @property
     def is_constant(self) -> bool:
-        """Whether the tensor is data of the program that nothing may write."""
+        """Whether the tensor is constant data of the program."""
         return self.allocation is None and (self.buffer > 0 or self.external_key is not None)
 
     @property
@@ -84,7 +84,7 @@ class TensorSpec:
         return self.numel * self.dtype.itemsize
 
     def strides_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Strides, in elements, of a dense tensor of ``shape`` in this tensor's dimension order."""
+        """Return the strides, in elements, of a dense tensor of ``shape`` in this dim order."""
         strides = [1] * len(shape)
         step = 1
         for dim in reversed(self.dim_order):
@@ -115,7 +115,7 @@ class ListKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class IndexList:
-    """A list whose members are other values, by index; -1 is None in an optional tensor list."""
+    """A list of other values, by index; -1 is None in a list of optional tensors."""
 
     kind: ListKind
     items: tuple[int, ...]
@@ -124,7 +124,7 @@ class IndexList:
 ValueSpec: TypeAlias = (
     TensorSpec | IndexList | bool | int | float | str | tuple[float, ...] | tuple[bool, ...] | None
 )
-"""One entry of a method's value table; tuples are lists of floats or booleans."""
+"""An entry of a method's value table; tuples are lists of floats or booleans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class DelegateCall:
 
 @dataclass(frozen=True, slots=True)
 class MoveCall:
-    """Let value ``target`` be value ``source``."""
+    """Set value ``target`` to value ``source``."""
 
     source: int
     target: int
@@ -191,14 +191,14 @@ class MethodInfo:
     Attributes:
         name: Method name, for example ``forward``.
         values: The value table.
-        inputs: Indices of the method's inputs in it.
-        outputs: Indices of the method's outputs.
+        inputs: Indices of the method's inputs in the value table.
+        outputs: Indices of the method's outputs in the value table.
         chains: Instructions, in chains executed one after another (exporters write one).
         delegates: Delegated subgraphs, by the number that ``DelegateCall`` uses.
         arena_sizes: Bytes of planned memory by arena number; arena 0 is unused.
-        input_nesting: ExecuTorch's text of how the inputs are nested, unchecked; see
+        input_nesting: ExecuTorch's description of how the inputs are nested, unchecked; see
             ``value_names``.
-        output_nesting: The same of what the model returns.
+        output_nesting: The same description of the outputs.
         input_specs: Metadata of the inputs, in order.
     """
 
@@ -218,7 +218,7 @@ class MethodInfo:
 
     @property
     def operators(self) -> Counter[str]:
-        """How many calls of each operator there are, outside of delegates."""
+        """Number of calls of each operator outside of delegates."""
         return Counter(
             call.operator for chain in self.chains for call in chain if isinstance(call, KernelCall)
         )

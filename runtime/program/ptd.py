@@ -1,8 +1,8 @@
-"""Read ``.ptd`` files: tensors and named data that a program keeps outside the ``.pte``.
+"""Read ``.ptd`` files: tensors and named data of a program stored outside the ``.pte``.
 
 Layout, all little-endian:
 
-    0    uint32    offset of the root table, counted from here
+    0    uint32    offset of the root table, from the start of the file
     4    4 bytes   file identifier, ``FT01``
     8    header    "FH01", uint32 header length, then uint64 each: offset and size of the tables,
                    offset of the first segment, size of all segments
@@ -26,7 +26,7 @@ from coreml_delegate.runtime.program.flatbuffer import FlatBuffer
 from coreml_delegate.runtime.program.pte import PteProgram, Source, map_source, named_errors
 
 Sources: TypeAlias = "Source | Sequence[Source]"
-"""One ``.ptd``, as path or bytes, or several."""
+"""One or several ``.ptd`` files, as paths or bytes."""
 
 _IDENTIFIER: Final = b"FT01"
 _MAGIC: Final = b"FH01"
@@ -46,8 +46,8 @@ class ExternalData:
         self._entries: dict[str, memoryview] = {}
         for origin, entries in files.items():
             for key, data in entries.items():
-                held = self._entries.get(key)
-                if held is not None and held != data:
+                existing = self._entries.get(key)
+                if existing is not None and existing != data:
                     raise ProgramError(
                         "files of external data disagree",
                         got=f"two values of {key!r}, one {origin}",
@@ -59,11 +59,11 @@ class ExternalData:
         """Map (a path) or view (bytes) every file and parse it.
 
         Args:
-            sources: Paths of ``.ptd`` files, or their bytes, which must then not change.
+            sources: Paths of ``.ptd`` files, or their bytes, which must not change afterwards.
 
         Raises:
             BlobFormatError: Not a ``.ptd``, or a truncated or corrupt one.
-            ProgramError: A file cannot be read, or two hold different data under one key.
+            ProgramError: A file cannot be read, or two files have different data under one key.
         """
         files: dict[str, Mapping[str, memoryview]] = {}
         for number, source in enumerate(list_sources(sources)):
@@ -74,11 +74,11 @@ class ExternalData:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of everything in the files."""
+        """Keys of all data in the files."""
         return tuple(self._entries)
 
     def get(self, key: str) -> memoryview | None:
-        """Data under ``key``, as a view; None when there is none."""
+        """Return the data under ``key``, as a view; None for an unknown key."""
         return self._entries.get(key)
 
 
@@ -92,19 +92,20 @@ def list_sources(sources: Sources) -> list[Source]:
 
 
 def check_complete(program: PteProgram, data: ExternalData | None) -> None:
-    """Check that a program finds every tensor that it keeps outside.
+    """Check that every external tensor of a program is in its external data.
 
     Args:
         program: The program.
-        data: Its external data, or None.
+        data: The external data, or None.
 
     Raises:
         ProgramError: Tensors are missing, or have the wrong size; lists them all.
     """
     problems = [
-        f"{key} ({'no data' if found is None else f'{found.nbytes} bytes'} for {spec})"
+        f"{key} ({'no data' if content is None else f'{content.nbytes} bytes'} for {spec})"
         for key, spec in program.external_tensors.items()
-        if (found := None if data is None else data.get(key)) is None or found.nbytes < spec.nbytes
+        if (content := None if data is None else data.get(key)) is None
+        or content.nbytes < spec.nbytes
     ]
     if problems:
         raise ProgramError(

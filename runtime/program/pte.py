@@ -56,7 +56,7 @@ _REMEDY: Final = "Export the program again, or copy the file again if it was tra
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """The two parts of a file: the program's tables and the segments."""
+    """The two parts of a file: tables and segments."""
 
     program: memoryview
     segments: memoryview
@@ -64,7 +64,7 @@ class _Container:
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """Everything outside the plans that plans refer to."""
+    """Data outside the plans that plans refer to."""
 
     segments: tuple[memoryview, ...]
     inline_constants: tuple[memoryview, ...]
@@ -92,10 +92,10 @@ class PteProgram:
         """Map (a path) or view (bytes) a program and parse it.
 
         Args:
-            source: Path of a ``.pte``, or its bytes, which must then not change.
+            source: Path of a ``.pte``, or its bytes, which must not change afterwards.
 
         Returns:
-            The program. It keeps the mapping or the bytes alive.
+            The program, which keeps the mapping or the bytes alive.
 
         Raises:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
@@ -125,7 +125,7 @@ class PteProgram:
         """Return the method called ``name``.
 
         Raises:
-            ProgramError: There is none.
+            ProgramError: No such method.
         """
         for method in self.methods:
             if method.name == name:
@@ -133,21 +133,21 @@ class PteProgram:
         raise ProgramError(
             "program has no such method",
             got=repr(name),
-            expected=" or ".join(repr(known) for known in self.method_names) or "no method at all",
+            expected=" or ".join(map(repr, self.method_names)) or "no method at all",
         )
 
     def named_data(self, key: str) -> memoryview | None:
-        """Return the named data of ``key``, as a view; None if there is none."""
-        found = self._data.named.get(key)
-        return self._external(key) if found is None and self._external is not None else found
+        """Return the named data of ``key``, as a view; None for an unknown key."""
+        data = self._data.named.get(key)
+        return self._external(key) if data is None and self._external is not None else data
 
     def with_external(self, find: Callable[[str], memoryview | None]) -> PteProgram:
-        """Return the program with ``find`` for named data that it does not have itself."""
+        """Return the program with ``find`` as the source of named data that it lacks."""
         return replace(self, _external=find)
 
     @property
     def external_tensors(self) -> dict[str, TensorSpec]:
-        """The tensors that are not in the file, by name."""
+        """Tensors stored outside the file, by name."""
         return {
             value.external_key: value
             for method in self.methods
@@ -162,7 +162,7 @@ class PteProgram:
             spec: A tensor of one of the methods.
 
         Returns:
-            Exactly ``spec.nbytes`` bytes, as a view; None when the program stores none.
+            ``spec.nbytes`` bytes, as a view; None if the program does not store the tensor.
 
         Raises:
             BlobFormatError: The reference is invalid.
@@ -197,12 +197,12 @@ class PteProgram:
 
 
 def map_source(source: Source, what: str, expected: str) -> tuple[memoryview, str]:
-    """The bytes of a file, mapped, or those given; and where they are from, for messages.
+    """Return the mapped bytes of a file, or ``source`` if it is bytes; and the origin for messages.
 
     Args:
         source: Path, or bytes.
-        what: What the file is, for messages.
-        expected: What it should be, for messages.
+        what: Description of the file, for messages.
+        expected: Description of the right kind of file, for messages.
 
     Raises:
         ProgramError: The file cannot be read, or is a model of Core ML by its name.
@@ -221,7 +221,7 @@ def map_source(source: Source, what: str, expected: str) -> tuple[memoryview, st
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 return memoryview(b""), str(path)
-            # Copy-on-write: torch wants writable memory; no write reaches the file.
+            # Copy-on-write: torch requires writable memory, and no write may reach the file.
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)), str(path)
     except OSError as error:
         raise ProgramError(
@@ -231,7 +231,7 @@ def map_source(source: Source, what: str, expected: str) -> tuple[memoryview, st
 
 @contextmanager
 def named_errors(origin: str) -> Generator[None]:
-    """Say which file, and what to do about it, in every format error raised inside."""
+    """Add the file and a remedy to every format error raised inside."""
     try:
         yield
     except BlobFormatError as error:
@@ -244,7 +244,7 @@ def named_errors(origin: str) -> Generator[None]:
 
 
 def _split(view: memoryview) -> _Container:
-    """Check the file's identity and separate tables from segments."""
+    """Check the file identifier, and separate tables from segments."""
     if is_bundle(view):
         view = program_of(view)
     identifier = bytes(view[4:8])
@@ -265,12 +265,12 @@ def _split(view: memoryview) -> _Container:
         position = _HEADER_POSITION + _HEADER.size
         tail = bytes(view[position : position + _SEGMENT_DATA_SIZE.size])
         segments_size = int.from_bytes(tail, "little")
-    needed = max(program_size, base + segments_size)
-    if program_size < _HEADER_POSITION or needed > len(view):
+    size = max(program_size, base + segments_size)
+    if program_size < _HEADER_POSITION or size > len(view):
         raise BlobFormatError(
             "program is truncated or its header is corrupt",
             got=f"{len(view)} bytes",
-            expected=f"tables of {program_size} bytes and segments up to byte {needed}",
+            expected=f"tables of {program_size} bytes and segments up to byte {size}",
         )
     return _Container(view[:program_size], view[base:] if base else view[:0])
 

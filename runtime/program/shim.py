@@ -1,7 +1,7 @@
 """The Python side of the shim: ctypes declarations, and the callbacks that the runtime calls.
 
-A callback never raises into C++. It keeps the exception for the thread's caller, who may be our
-wrapper, and returns an error code, which is all that anyone else gets to see.
+A callback never raises into C++. It returns an error code, and keeps the exception for the wrapper
+that may have made the call on the same thread; other callers see only the error code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INTERFACE_VERSION: Final = 4
 _OK: Final = 0
 _FAILED: Final = 0x1  # Error::Internal
 _NOT_FOUND: Final = 0x20  # Error::NotFound
-# A value's record: is tensor, dtype, rank, is dynamic, address, bytes, address of the value.
+# Record of a value: is tensor, dtype, rank, is dynamic, address, bytes, address of the value.
 _FIELDS: Final = struct.Struct("=7q")
 
 
@@ -76,7 +76,7 @@ class _Callbacks(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """One value of a call: its tensor over the runtime's memory, and the means to resize it."""
+    """An argument of a call: a tensor on the runtime's memory; ``value`` is its address there."""
 
     tensor: torch.Tensor
     value: int
@@ -87,7 +87,7 @@ class _Argument:
 class _Delegate:
     """A loaded delegate, with the arguments of its last call.
 
-    The runtime passes the same memory call after call: as long as it does, so do we.
+    The runtime usually passes the same memory in every call, so the tensors are reused.
     """
 
     callable: DelegateCallable
@@ -96,7 +96,7 @@ class _Delegate:
 
 
 class _ThreadState(threading.local):
-    """Exceptions and delegates that callbacks leave for their caller on the same thread."""
+    """Exceptions and delegates that callbacks store for the caller on the same thread."""
 
     error: BaseException | None = None
     is_kept: bool = False
@@ -105,9 +105,9 @@ class _ThreadState(threading.local):
 
 
 class KeptErrors:
-    """A block in which exceptions of callbacks on this thread are not logged but kept.
+    """A context in which exceptions of callbacks on this thread are kept rather than logged.
 
-    Every call enters one, so it is no generator: that takes microseconds.
+    Not a generator, which would take microseconds in every call.
     """
 
     __slots__ = ("_before", "_state")
@@ -126,11 +126,11 @@ class KeptErrors:
 
     @property
     def error(self) -> BaseException | None:
-        """The exception that was kept last, if any."""
+        """The last exception that was kept, or None."""
         return self._state.error
 
 
-# The functions of the library, with what they take; all but the last return an error code.
+# Function of the library -> argument types; all but the last return an error code.
 _PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
     "coreml_shim_has_backend": (ctypes.c_char_p,),
     "coreml_shim_register": (ctypes.c_char_p, ctypes.POINTER(_Callbacks)),
@@ -170,7 +170,7 @@ _PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 class Shim:
-    """The loaded library. One per process: registrations live as long as it does."""
+    """The loaded library, one per process, because registrations are permanent."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -182,16 +182,16 @@ class Shim:
         self._loaders: dict[str, DelegateLoader] = {}
         self._delegates: dict[int, _Delegate] = {}
         self._state = _ThreadState()
-        # The runtime keeps these pointers for good; so do we.
+        # The runtime keeps pointers to these, so they must stay alive.
         self._callbacks = _Callbacks(
             _INIT(self._init), _EXECUTE(self._execute), _DESTROY(self._destroy)
         )
 
     def register(self, backend_id: str, loader: DelegateLoader) -> None:
-        """Let ``loader`` load the delegates of ``backend_id``, from now on.
+        """Let ``loader`` load all later delegates of ``backend_id``.
 
         Raises:
-            EngineUnavailableError: The runtime has another backend of that name, or no room.
+            EngineUnavailableError: The runtime has another backend of that name, or too many.
         """
         if backend_id not in self._loaders:
             name = backend_id.encode()
@@ -207,25 +207,25 @@ class Shim:
         self._loaders[backend_id] = loader
 
     def keeping_errors(self) -> KeptErrors:
-        """Return a block in which errors of callbacks on this thread are kept, not logged."""
+        """Return a context in which errors of callbacks on this thread are kept, not logged."""
         return KeptErrors(self._state)
 
     @contextmanager
     def collecting(self) -> Generator[list[DelegateCallable]]:
-        """Within this block, delegates loaded on this thread are collected.
+        """Collect the delegates that this thread loads within the context.
 
         Yields:
-            The delegates, in the order in which they are loaded: that of the ``.pte``.
+            The delegates in loading order, which is the order of the ``.pte``.
         """
-        before, found = self._state.loaded, list[DelegateCallable]()
-        self._state.loaded = found
+        before, delegates = self._state.loaded, list[DelegateCallable]()
+        self._state.loaded = delegates
         try:
-            yield found
+            yield delegates
         finally:
             self._state.loaded = before
 
     def give_room(self, nbytes: int | None) -> None:
-        """Say how many bytes of values the delegates of this thread may log; None if nobody knows.
+        """Set the number of bytes of values that delegates of this thread may log; None: unknown.
 
         The runtime ends the process when its debug buffer is full.
         """
@@ -233,7 +233,7 @@ class Shim:
 
     @property
     def room(self) -> int | None:
-        """Bytes that delegates of this thread may still log; None if nobody knows."""
+        """Bytes that delegates of this thread may still log; None if unknown."""
         return self._state.room
 
     # --- callbacks
@@ -241,7 +241,7 @@ class Shim:
     def _report(self, error: BaseException, doing: str) -> int:
         self._state.error = error
         if not self._state.is_kept:
-            self._state.error = None  # nobody will ask: do not keep its frames alive
+            self._state.error = None  # has no reader: do not keep its frames alive
             _logger.error("%s failed", doing, exc_info=error)
         return _FAILED
 
@@ -357,7 +357,7 @@ class Shim:
             raise ExecutionError(
                 "the runtime cannot resize a delegate's output",
                 got=f"shape {list(shape)} (error {code:#x})",
-                expected="a shape within the bounds the program was exported with",
+                expected="a shape within the bounds of the exported program",
             )
         return _arguments(bytes(record))[0].tensor
 
@@ -384,7 +384,7 @@ def _bytes_at(address: int | None, nbytes: int) -> memoryview:
 
 
 def _arguments(records: bytes) -> list[_Argument]:
-    """Decode the records of a call into tensors over the runtime's memory."""
+    """Decode the records of a call into tensors on the runtime's memory."""
     arguments: list[_Argument] = []
     position = 0
     while position < len(records):
@@ -426,7 +426,7 @@ _shim: Shim | None = None
 
 
 def loaded_shim() -> Shim | None:
-    """Return the shim if something has been registered through it."""
+    """Return the shim if it is loaded, else None."""
     return _shim
 
 
@@ -434,10 +434,10 @@ def load_shim() -> Shim:
     """Build the shim if needed, and load it.
 
     Returns:
-        The shim, the same one every time.
+        The same shim in every call.
 
     Raises:
-        EngineUnavailableError: It cannot be built or loaded; the message carries the reason.
+        EngineUnavailableError: The shim cannot be built or loaded; the message has the reason.
     """
     global _shim
     with _lock:
@@ -451,7 +451,7 @@ def _load() -> Shim:
     root = shim_build.executorch_root()
     try:
         if root is not None:
-            # The shim names the runtime library without a path: it must be loaded already.
+            # The shim refers to the runtime library without a path, so load that first.
             ctypes.CDLL(str(shim_build.library_path(root)))
         library = ctypes.CDLL(str(path))
         version: int = library.coreml_shim_version()

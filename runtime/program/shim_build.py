@@ -1,6 +1,6 @@
-"""The C++ shim that registers a backend with the stock ExecuTorch runtime, built on first use.
+"""Build the C++ shim that registers a backend with the stock ExecuTorch runtime, on first use.
 
-It depends on the class layouts of the installed ``executorch`` wheel.
+The shim depends on the class layouts of the installed ``executorch`` wheel.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _PACKAGE: Final = "coreml_delegate.runtime.program"
 _SOURCE: Final = "coreml_shim.cpp"
 _HEADER: Final = "delegate_calls.h"
 _FLAGS: Final = (
-    # The wheel's headers need this one to find their generated macros ...
+    # Makes the wheel's headers use their generated macros.
     "-DC10_USING_CUSTOM_GENERATED_MACROS",
-    # ... and the layout of their contexts depends on this one, which the wheel is built with.
+    # The wheel is built with it, and the layout of contexts in the headers depends on it.
     "-DET_EVENT_TRACER_ENABLED",
 )
 
 
 def executorch_root() -> Path | None:
-    """Directory of the installed ``executorch`` package, without importing it; None if absent."""
+    """Return the folder of the installed ``executorch``, without importing it; None if absent."""
     spec = importlib.util.find_spec("executorch")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -36,12 +36,12 @@ def executorch_root() -> Path | None:
 
 
 def library_path(root: Path) -> Path:
-    """The wheel's shared runtime library, under which backends register."""
+    """Return the wheel's shared runtime library, with which backends are registered."""
     return root / "lib" / "libexecutorch.so"
 
 
 def unavailable_reason() -> str | None:
-    """Return why the shim can be neither found nor built on this machine; None if it can."""
+    """Return the reason why the shim cannot be built on this machine, or None if it can."""
     root = executorch_root()
     if root is None:
         return "the executorch package is not installed"
@@ -51,13 +51,13 @@ def unavailable_reason() -> str | None:
 
 
 def build() -> Path:
-    """Return the shim; build it if this is its first use with this ``executorch``.
+    """Return the shim; build it on the first use with this ``executorch``.
 
     Returns:
         Path of the shared library.
 
     Raises:
-        EngineUnavailableError: There is no compiler, or it fails; the message has its last lines.
+        EngineUnavailableError: There is no compiler, or it fails (with its last lines of output).
     """
     reason = unavailable_reason()
     root = executorch_root()

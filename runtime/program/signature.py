@@ -1,4 +1,4 @@
-"""The inputs and outputs of a method: their names, and which outputs are new values of inputs."""
+"""Names of a method's inputs and outputs; outputs with new values of inputs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _MUTATED = "mutated_input"
 
 
 def mutated_inputs(method: MethodInfo) -> dict[int, int]:
-    """Find the outputs of a method that are the new value of one of its inputs.
+    """Find the outputs of a method by which it returns new values of inputs.
 
     Returns:
-        Position of the input by position of the output. Exporters put these outputs first.
+        Position of the output -> position of the input. Exporters put these outputs first.
     """
-    written = written_in_place(method)
+    written_values = written_in_place(method)
     return {
         position: method.inputs.index(index)
         for position, index in enumerate(method.outputs)
-        if index in written and index in method.inputs
+        if index in written_values and index in method.inputs
     }
 
 
 def input_names(method: MethodInfo) -> tuple[str, ...]:
-    """Return the names of the inputs, in order: their paths, or positions if there are no paths."""
+    """Return the names of the inputs, in order: their paths, or positions if paths are unknown."""
     count = len(method.inputs)
     return tuple(read_inputs(method.input_nesting, count) or map(str, range(count)))
 
@@ -36,15 +36,15 @@ def output_names(method: MethodInfo) -> tuple[str, ...]:
     """Return the names of the outputs, in order.
 
     Returns:
-        What the model returns by its path, or as ``output_0``, ``output_1`` and so on if there are
-        no paths; the new value of an input as ``mutated_input_NAME``.
+        The path of each output, or ``output_0``, ``output_1`` and so on if paths are unknown;
+        ``mutated_input_NAME`` for the new value of an input.
     """
     mutated = mutated_inputs(method)
     count = len(method.outputs) - len(mutated)
-    taken = input_names(method)
+    inputs = input_names(method)
     returned = read_outputs(method.output_nesting, count)
-    names = _in_place(method, mutated, taken, returned)
-    return names if len(names) == len(set(names)) else _in_place(method, mutated, taken, None)
+    names = _in_place(method, mutated, inputs, returned)
+    return names if len(names) == len(set(names)) else _in_place(method, mutated, inputs, None)
 
 
 def _in_place(

@@ -2,7 +2,7 @@
 
 Names are ``METHOD.DELEGATE.STATE`` for the Core ML states of a method's delegates, which are
 numbered as in the ``.pte``, and ``METHOD.buffer.VALUE`` for mutable buffers outside of delegates,
-by their number in the method's table of values.
+where ``VALUE`` is the index in the method's value table.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StatefulDelegate(Protocol):
 
     @property
     def state(self) -> DelegateState | None:
-        """The state; None if the delegate has none."""
+        """The state; None for a stateless delegate."""
         ...
 
 
@@ -49,7 +49,7 @@ def states_of(method: str, delegates: Sequence[Any]) -> Iterator[tuple[str, Dele
 
     Args:
         method: Name of the method.
-        delegates: Its delegates, in the order of the ``.pte``.
+        delegates: Delegates of the method, in the order of the ``.pte``.
     """
     for number, delegate in enumerate(delegates):
         state = delegate.state if isinstance(delegate, StatefulDelegate) else None
@@ -60,22 +60,22 @@ def states_of(method: str, delegates: Sequence[Any]) -> Iterator[tuple[str, Dele
 def snapshot(states: States) -> Snapshot:
     """Return copies of all state tensors, by name."""
     return {
-        f"{place}.{name}": array
-        for place, state in states.items()
+        f"{prefix}.{name}": array
+        for prefix, state in states.items()
         for name, array in state.snapshot().items()
     }
 
 
-def restore(states: States, given: Mapping[str, Array]) -> None:
+def restore(states: States, values: Mapping[str, Array]) -> None:
     """Replace the content of all states.
 
     Raises:
-        InputError: The names differ, or a shape or kind of dtype; then nothing is replaced.
+        InputError: A name, shape or kind of dtype differs; then nothing is replaced.
     """
-    checked = cast_snapshot(snapshot(states), given)
-    for place, state in states.items():
+    checked = cast_snapshot(snapshot(states), values)
+    for prefix, state in states.items():
         state.restore(
-            {n: checked[f"{place}.{n}"] for n in state.snapshot()},
+            {n: checked[f"{prefix}.{n}"] for n in state.snapshot()},
         )
 
 
@@ -86,9 +86,9 @@ def reset(states: Iterable[DelegateState]) -> None:
 
 
 def mutable_buffers(method: MethodInfo) -> dict[int, TensorSpec]:
-    """Return the mutable buffers of a method, by number.
+    """Return the mutable buffers of a method, by index in the value table.
 
-    Exporters write them in place, at the end of a run; nothing else is written in place.
+    Exporters update only mutable buffers in place, at the end of a run.
     """
     return {
         index: spec
@@ -100,7 +100,7 @@ def mutable_buffers(method: MethodInfo) -> dict[int, TensorSpec]:
 
 
 def written_in_place(method: MethodInfo) -> set[int]:
-    """Return the values that operators of a method write in place."""
+    """Return the indices of the values that operators of a method write in place."""
     return {
         call.args[0]
         for chain in method.chains
@@ -110,5 +110,5 @@ def written_in_place(method: MethodInfo) -> set[int]:
 
 
 def _is_in_place(operator: str) -> bool:
-    """Whether an operator, ``aten::copy_`` or ``aten::index_put_.out``, writes its argument."""
+    """Whether an operator writes its first argument: ``aten::copy_``, ``aten::index_put_.out``."""
     return operator.partition(".")[0].endswith("_")

@@ -1,4 +1,4 @@
-"""The ``stock`` host: ExecuTorch's own runtime, our delegate registered under Core ML's name."""
+"""The ``stock`` host: ExecuTorch's runtime, with our delegate registered under Core ML's name."""
 
 from __future__ import annotations
 
@@ -61,27 +61,27 @@ from coreml_delegate.third_party import quiet_import
 
 _logger = logging.getLogger(__name__)
 
-# The bindings redirect the process's C++ streams around every call, which two threads must not do
-# at once; the runtime's methods are not thread-safe either.
+# The bindings redirect the process's C++ streams during every call, which is not thread-safe; nor
+# are the runtime's methods.
 _RUNTIME_LOCK: Final = threading.RLock()
 _REGISTER_LOCK: Final = threading.Lock()
 
 
 def unavailable_reason() -> str | None:
-    """Return why the stock runtime cannot run Core ML delegates on this machine; None if it can."""
+    """Return the reason why the stock runtime cannot run Core ML delegates here, or None."""
     return None if machine.has_core_ml() else shim_build.unavailable_reason()
 
 
 def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> None:
     """Let ``executorch.runtime`` run programs with Core ML delegates.
 
-    Builds a small C++ library on first use. Calling again replaces the loader: programs loaded
-    afterwards use the new one. There is no way to unregister. On macOS, where the runtime has
-    Core ML's own backend, this does nothing.
+    Builds a small C++ library on first use. A second call replaces the loader for programs loaded
+    afterwards. There is no way to unregister. On macOS, where the runtime has Core ML's own
+    backend, this does nothing.
 
     Args:
         loader: Prepares delegates for execution.
-        backend_id: Name of the backend whose delegates it takes.
+        backend_id: Name of the backend whose delegates ``loader`` prepares.
 
     Raises:
         EngineUnavailableError: See ``unavailable_reason``; or another backend has that name.
@@ -94,9 +94,9 @@ def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> 
 
 
 def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
-    """Check that the runtime has everything that a method needs.
+    """Check that the runtime has all backends and operators of a method.
 
-    The runtime itself reports everything that it lacks as one error number.
+    The runtime itself reports only an error number.
 
     Args:
         method: The method.
@@ -110,10 +110,10 @@ def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
     runtime = _runtime()
     with _RUNTIME_LOCK:
         backends = runtime.backend_registry
-        needed = {delegate.backend_id for delegate in method.delegates} - {backend_id}
-        absent = [name for name in sorted(needed) if not backends.is_available(name)]
+        required = {delegate.backend_id for delegate in method.delegates} - {backend_id}
+        absent = [name for name in sorted(required) if not backends.is_available(name)]
         registered = backends.registered_backend_names
-        known = runtime.operator_registry.operator_names
+        operators = runtime.operator_registry.operator_names
     if absent:
         raise ProgramError(
             f"method {method.name!r} has a delegate whose backend the runtime does not have",
@@ -121,24 +121,24 @@ def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
             expected=", ".join(registered),
             remedy="Register the backend first." if absent[0] == COREML_BACKEND_ID else None,
         )
-    if missing := sorted(method.operators.keys() - known):
+    if missing := sorted(method.operators.keys() - operators):
         raise UnsupportedOpError(
             "the stock runtime has no kernel for operators of the program",
             got=", ".join(missing),
             remedy="Import the library that registers them"
-            + ("." if needed else ", or use the Python host."),
+            + ("." if required else ", or use the Python host."),
         )
 
 
 class StockProgram:
-    """A ``.pte`` loaded in the stock runtime. Calls from several threads take turns.
+    """A ``.pte`` loaded in the stock runtime. Calls from several threads run one at a time.
 
-    Has the interface of ``PythonProgram``. Delegates run through what ``register`` was given.
+    Has the interface of ``PythonProgram``. The loader passed to ``register`` prepares delegates.
 
     Attributes:
         host_name: Name of the host.
-        rejected_hosts: Where the host was chosen by ``auto``: why hosts, by name, do not run all
-            methods; empty if the first one asked does.
+        rejected_hosts: If ``auto`` chose the host: by name, why other hosts do not run all methods;
+            empty if the first host does.
     """
 
     host_name: Final = "stock"
@@ -154,7 +154,7 @@ class StockProgram:
         self.rejected_hosts = rejected_hosts
         self._program = program
         self._loaded = loaded
-        # Bytes left for values; None if nothing is logged.
+        # Bytes left for values; None if events are not logged.
         self._room = room
         self._logs_values = bool(room)
         self._written: tuple[bytes, bytes] | None = None
@@ -175,19 +175,19 @@ class StockProgram:
 
         Args:
             pte: Path of a ``.pte``, or its bytes.
-            data: Path of a ``.ptd``, or its bytes: what the program keeps outside.
-            rejected_hosts: What the attribute is to say.
+            data: External data of the program: path of a ``.ptd``, or its bytes.
+            rejected_hosts: Value of the attribute.
             enable_etdump: See ``runtime.load_program``.
             debug_buffer_size: See ``runtime.load_program``.
 
         Raises:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
-            ProgramError: A file cannot be read, or the runtime refuses it, or it takes more memory
-                than there is; or tensors are missing in ``data``.
-            OptionError: ``data`` is several files, of which the runtime takes one.
+            ProgramError: A file cannot be read, the runtime refuses it, it takes more memory than
+                is available, or tensors are missing in ``data``.
+            OptionError: ``data`` has several files; the runtime accepts only one.
             EngineUnavailableError: The runtime cannot be imported.
         """
-        # Parsed here first: for the metadata, and because the runtime says little about bad bytes.
+        # Parsed first for the metadata, and because the runtime's errors on bad bytes say little.
         program = PteProgram.open(pte)
         check_complete(program, None if data is None else ExternalData.open(data))
         planned = max((sum(method.arena_sizes) for method in program.methods), default=0)
@@ -216,21 +216,21 @@ class StockProgram:
 
     @property
     def program(self) -> PteProgram:
-        """The program as it was read: metadata, delegates, named data."""
+        """The program that was read: metadata, delegates, named data."""
         return self._program
 
     def load_method(self, name: str = "forward") -> None:
         """Prepare a method: load its delegates and allocate its memory.
 
         Raises:
-            ProgramError: No such method; a backend the runtime does not have; a refusal.
+            ProgramError: No such method; a backend that the runtime lacks; a refusal.
             UnsupportedOpError: The runtime lacks an operator.
         """
         with _RUNTIME_LOCK:
             self._method(self._program.method(name))
 
     def delegates(self, method: str) -> tuple[DelegateCallable, ...]:
-        """The delegates of a method that run here, loaded; raises as ``load_method`` does."""
+        """Return a method's loaded delegates of our backend; raises as ``load_method`` does."""
         self.load_method(method)
         return tuple(self._delegates[method])
 
@@ -247,25 +247,25 @@ class StockProgram:
         Raises:
             InputError: Wrong count, dtype or shape of an input.
             ExecutionError: A kernel or a delegate failed.
-            ProgramError: See ``load_method``, as are the other errors of the first run.
+            ProgramError: See ``load_method``, also for other errors of the first run.
         """
         info = self._program.method(method)
         check_inputs(info, inputs)
-        # The runtime reads an input's memory in its own order, whatever the strides say.
-        arranged = [
+        # The runtime ignores the strides of inputs, so bring them into its memory layout.
+        arguments = [
             in_dim_order(value.detach() if value.requires_grad else value, spec)
             if isinstance(spec, TensorSpec) and isinstance(value, torch.Tensor)
-            else spec  # as checked; of a text the program has None
+            else spec  # equals ``value``, or is None for a string
             for spec, value in zip(info.input_specs, inputs, strict=True)
         ]
         with _RUNTIME_LOCK:
             loaded = self._method(info)
             with self._logging(info):
-                return list(_call(lambda: loaded.execute(arranged), info, "failed to run"))
+                return list(_call(lambda: loaded.execute(arguments), info, "failed to run"))
 
     @contextmanager
     def _logging(self, info: MethodInfo) -> Generator[None]:
-        """Keep the values of a run within the debug buffer; the runtime itself would end."""
+        """Keep the values of a run within the debug buffer; beyond it, the runtime would abort."""
         if self._written is not None:
             raise OptionError(
                 "the events have been written, after which the stock runtime logs no more",
@@ -291,8 +291,8 @@ class StockProgram:
         """Write the events of all calls so far; see ``runtime.load_program``.
 
         Args:
-            etdump_path: The file that is written.
-            debug_buffer_path: The file that the values go to, if there are any.
+            etdump_path: The file to write.
+            debug_buffer_path: The file to write values to, if there are any.
 
         Raises:
             OptionError: The program was not loaded with ``enable_etdump``.
@@ -305,13 +305,13 @@ class StockProgram:
 
     def _events(self) -> tuple[bytes, bytes]:
         with _RUNTIME_LOCK, tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
-            # The runtime writes nothing and says nothing where it cannot.
+            # In a temporary folder, because the runtime does not report failed writes.
             dump, values = Path(folder) / "etdump", Path(folder) / "values"
             self._loaded.write_etdump_result_to_file(str(dump), str(values))
             etdump = dump.read_bytes()
             content = b""
             if values.exists():
-                # The whole buffer, whatever it holds.
+                # The runtime writes the complete buffer, including its unused end.
                 with values.open("rb") as file:
                     content = file.read(used_bytes(etdump))
             return etdump, content
@@ -320,8 +320,8 @@ class StockProgram:
         """Set the states of the delegates to zero.
 
         Raises:
-            ProgramError: The program has mutable buffers outside of its delegates, or Core ML
-                itself runs them: neither can be reached.
+            ProgramError: The program has mutable buffers outside of its delegates, or Core ML's own
+                backend runs them: neither is accessible.
         """
         with _RUNTIME_LOCK:
             states.reset(self._states().values())
@@ -329,7 +329,7 @@ class StockProgram:
     def snapshot_state(self) -> Snapshot:
         """Return copies of the states of the delegates, by name; see ``program.states``.
 
-        Methods that are not loaded yet are, as for ``restore_state``.
+        Loads methods that are not loaded yet, as ``restore_state`` does.
 
         Raises:
             ProgramError: See ``reset_state``.
@@ -341,11 +341,10 @@ class StockProgram:
         """Replace the states of the delegates.
 
         Args:
-            snapshot: What ``snapshot_state`` of the same program returned, on either host.
+            snapshot: From ``snapshot_state`` of the same program, on any host.
 
         Raises:
-            InputError: A name too many or too few, or another shape or kind of dtype; then nothing
-                is replaced.
+            InputError: A name, shape or kind of dtype differs; then nothing is replaced.
             ProgramError: See ``reset_state``.
         """
         with _RUNTIME_LOCK:
@@ -386,12 +385,12 @@ class StockProgram:
 
 
 def _logged_bytes(info: MethodInfo) -> int:
-    """Return how many bytes the runtime may log of a run, beside what delegates log.
+    """Return an upper bound of the bytes that the runtime logs in a run, without delegates' values.
 
-    That is no more than all arguments of calls, and the outputs.
+    The bound is the size of all arguments of calls and of the outputs.
 
     Raises:
-        OptionError: That is unknown, or the runtime would write a damaged file.
+        OptionError: The bound is unknown, or the runtime would write a damaged file.
     """
     instructions = [instruction for chain in info.chains for instruction in chain]
     calls = [c for c in instructions if isinstance(c, KernelCall | DelegateCall)]
@@ -399,22 +398,22 @@ def _logged_bytes(info: MethodInfo) -> int:
     specs = [info.values[index] for index in logged]
     tensors = [spec for spec in specs if isinstance(spec, TensorSpec)]
     obstacles = {
-        "loops": any(isinstance(each, JumpFalseCall) for each in instructions),
+        "loops": any(isinstance(instruction, JumpFalseCall) for instruction in instructions),
         "lists of tensors": any(isinstance(spec, IndexList) for spec in specs),
     }
     dtypes = {spec.dtype for spec in tensors if LOGGED_AS.get(spec.dtype, spec.dtype) != spec.dtype}
     obstacles |= {f"tensors of {dtype}": True for dtype in dtypes}
-    if found := [what for what, is_there in obstacles.items() if is_there]:
+    if reasons := [what for what, is_there in obstacles.items() if is_there]:
         raise OptionError(
             "the stock runtime does not log the values of this method safely",
-            got=", ".join(found),
+            got=", ".join(reasons),
             remedy="Use host='python', or log times alone",
         )
     return sum(ALIGNMENT + math.prod(spec.shape) * spec.dtype.itemsize for spec in tensors)
 
 
 def _content(pte: Source) -> bytes | str:
-    """Return a program as the runtime takes it, which reads no bundle here: a path, or bytes."""
+    """Return a program as path or bytes for the runtime, which does not read bundles here."""
     view, _ = map_source(pte, "the program", "a .pte file")
     if is_bundle(view):
         return bytes(program_of(view))
@@ -423,7 +422,7 @@ def _content(pte: Source) -> bytes | str:
 
 @contextmanager
 def _as_path(data: Sources | None) -> Generator[Path | None]:
-    """Provide external data as the one file that the runtime takes and maps while it loads."""
+    """Provide external data as one file, which the runtime maps while it loads a program."""
     if data is None:
         yield None
         return
@@ -458,38 +457,37 @@ def _runtime() -> Any:
 
 @functools.cache
 def _start_threads() -> None:
-    """Let the runtime count the cores for its threads; send its messages to our log.
+    """Let the runtime count cores for its threads, with its messages in our log.
 
-    On Linux it looks for files of Android first, and writes a line to stderr for each that is
-    missing.
+    On Linux it first looks for files of Android, and writes a line to stderr for each missing file.
     """
     from executorch.extension.pybindings import portable_lib
 
     count_threads = getattr(portable_lib, "_threadpool_get_thread_count", None)
     if count_threads is None or sys.stderr is None:
         return
-    with _RUNTIME_LOCK, tempfile.TemporaryFile() as written:
+    with _RUNTIME_LOCK, tempfile.TemporaryFile() as messages:
         stderr = os.dup(2)
         try:
-            os.dup2(written.fileno(), 2)
+            os.dup2(messages.fileno(), 2)
             count_threads()
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-        written.seek(0)
-        _logger.debug("written while threads are started: %s", written.read().decode())
+        messages.seek(0)
+        _logger.debug("messages of the runtime's thread pool: %s", messages.read().decode())
 
 
 def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
-    """Run ``action``; raise a delegate's own exception in place of the runtime's error number."""
+    """Run ``action``; raise a delegate's exception instead of the runtime's error number."""
     shim = loaded_shim()
     if shim is None:
         return _call_plainly(action, info, what)
-    with shim.keeping_errors() as kept:
+    with shim.keeping_errors() as kept_errors:
         try:
             return action()
         except (RuntimeError, MemoryError) as error:
-            cause = kept.error
+            cause = kept_errors.error
             if cause is None:
                 raise _failure(info, what, error) from error
             if isinstance(cause, Exception) and not isinstance(cause, CoreMLDelegateError):

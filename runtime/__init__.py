@@ -1,4 +1,4 @@
-"""Run Core ML programs here: mlpackages, blobs and delegated ``.pte`` files."""
+"""Run Core ML programs on this machine: mlpackages, blobs and delegated ``.pte`` files."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def load_mlpackage(
     engine: str = AUTO,
     options: EngineOptions | None = None,
 ) -> Model | Pipeline:
-    """Load an ``.mlpackage`` that holds an ML Program or a pipeline of ML Programs.
+    """Load an ``.mlpackage`` with an ML Program or a pipeline of ML Programs.
 
     Args:
-        path: The package folder; weights stay mapped, not read.
+        path: The package folder; weights are mapped, not read.
         function_name: None for the default function.
-        engine: ``auto`` (the fastest that can run it), ``coreml`` (on macOS), ``openvino`` or
-            ``reference``.
+        engine: ``auto`` (the fastest engine that can run the program), ``coreml`` (on macOS),
+            ``openvino`` or ``reference``.
         options: How to execute.
 
     Raises:
@@ -65,7 +65,7 @@ def load_blob(
     """Load the blob of a delegate, which ``CoreMLBackend.preprocess`` returns.
 
     Args:
-        blob: The bytes; weights are views of it.
+        blob: The bytes; weights are views of them.
         function_name: None for the default function.
         engine: ``auto``, or an engine's name.
         options: How to execute.
@@ -92,21 +92,21 @@ def load_program(
 
     Args:
         program: Path, or the bytes.
-        data: Data that the program keeps outside: path or bytes of a ``.ptd``, or several; the
-            stock host takes one.
-        host: ``python`` (executes the ``.pte`` with torch's kernels), ``stock`` (ExecuTorch's own
-            runtime) or ``auto``, which is ``python``: it needs no compiler, and torch's kernels are
-            faster than the portable ones for ops outside the delegates. Where it cannot run the
-            program (delegates of other backends, ops that torch does not have) and the stock
-            host can, ``auto`` is that one, and logs why. On macOS the stock host runs delegates by
-            the Core ML backend of ExecuTorch's own package, which keeps no states.
+        data: External data of the program: path or bytes of one or several ``.ptd`` files; the
+            stock host accepts one file.
+        host: ``python`` (executes the ``.pte`` with torch's kernels), ``stock`` (ExecuTorch's
+            runtime) or ``auto``. ``auto`` is ``python``, which needs no compiler, and whose kernels
+            are faster than the stock host's portable kernels. If only the stock host can run the
+            program (delegates of other backends, ops that torch lacks), ``auto`` is ``stock``, and
+            logs the reason. On macOS the stock host runs delegates by ExecuTorch's own Core ML
+            backend, which keeps no states.
         engine: ``auto``, or an engine's name.
         options: How to execute.
-        enable_etdump: Whether calls log their events: the time of each op, in delegates too, which
-            makes them slower. ``write_etdump_result_to_file`` writes them, for ExecuTorch's
+        enable_etdump: Whether calls log events, the time of each op, also in delegates, which makes
+            calls slower. ``write_etdump_result_to_file`` writes the events for ExecuTorch's
             Inspector.
         debug_buffer_size: Bytes for the values that ops compute, for which each delegate computes
-            twice; 0 if they are not wanted. Inspector takes the values of one run.
+            twice; 0 to log no values. Inspector reads the values of one run.
 
     Returns:
         An object with ``method_names``, ``run(method, inputs)``, and ``reset_state``,
@@ -114,14 +114,14 @@ def load_program(
 
     Raises:
         OptionError: Unknown host or engine, or several ``data`` for the stock host; or, on macOS,
-            an engine or its options for the stock host, which has none there.
-        BlobFormatError: Not a ``.pte`` or ``.ptd``, or a corrupt one.
-        ProgramError: A file cannot be read, or ``data`` lacks what the program keeps outside.
-        EngineUnavailableError: The stock host cannot be used here; the message says why.
+            an engine or engine options for the stock host, which does not use engines there.
+        BlobFormatError: Not a ``.pte`` or ``.ptd``, or a corrupt file.
+        ProgramError: A file cannot be read, or ``data`` lacks external data of the program.
+        EngineUnavailableError: The stock host cannot be used here; the message has the reason.
     """
-    for kind, name, known in (("host", host, HOSTS), ("engine", engine, (AUTO, *ENGINES))):
-        if name not in known:
-            raise OptionError(f"unknown {kind}", got=repr(name), expected=" | ".join(known))
+    for kind, name, names in (("host", host, HOSTS), ("engine", engine, (AUTO, *ENGINES))):
+        if name not in names:
+            raise OptionError(f"unknown {kind}", got=repr(name), expected=" | ".join(names))
     if debug_buffer_size < 0 or (debug_buffer_size and not enable_etdump):
         raise OptionError(
             "values are logged with the events of a program",
@@ -144,15 +144,15 @@ def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> Non
     """Let ``executorch.runtime.Runtime`` run programs with Core ML delegates.
 
     Programs loaded afterwards use this engine; a later call replaces it. On macOS, where the
-    runtime has Core ML itself, nothing is registered.
+    runtime has its own Core ML backend, nothing is registered.
 
     Args:
         engine: ``auto``, or an engine's name.
         options: How to execute.
 
     Raises:
-        OptionError: Unknown engine; or, on macOS, another than Core ML.
-        EngineUnavailableError: For example, there is no C++ compiler for the library it needs.
+        OptionError: Unknown engine; or, on macOS, an engine other than Core ML.
+        EngineUnavailableError: For example, there is no C++ compiler for the required library.
     """
     if engine not in (AUTO, *ENGINES):
         raise OptionError("unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES)))
@@ -163,14 +163,14 @@ def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> Non
 def cmake_prefix_path() -> str:
     """Return the ``CMAKE_PREFIX_PATH`` of applications that run ``.pte`` files without Python.
 
-    CMake finds there the packages ``coreml-delegate``, ``executorch`` and ``OpenVINO``.
+    It contains the CMake packages ``coreml-delegate``, ``executorch`` and ``OpenVINO``.
 
     Raises:
-        EngineUnavailableError: One of them is not installed.
+        EngineUnavailableError: A package is not installed.
     """
     executorch, openvino = shim_build.executorch_root(), importlib.util.find_spec("openvino")
-    for name, found in (("executorch", executorch), ("openvino", openvino)):
-        if found is None:
+    for name, location in (("executorch", executorch), ("openvino", openvino)):
+        if location is None:
             raise EngineUnavailableError(
                 f"the {name} package is not installed", remedy=f"pip install {name}"
             )

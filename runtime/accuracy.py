@@ -1,4 +1,4 @@
-"""Comparison of a program's outputs with the model's over several samples."""
+"""Compare the outputs of a program and of its model over several samples."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from coreml_delegate.runtime.exact_sums import ExactSum
 _BEST = 5
 
 MIN_CLASSES = 5
-"""The fewest elements in a row for its largest to be taken for a class."""
+"""Least number of elements of a row that counts as class scores."""
 
 
 @dataclass(slots=True)
 class Hits:
-    """Rows whose class is known, and how often it is scored best.
+    """Counts of labelled rows, and of rows with the right class in front.
 
     Attributes:
         rows: Number of rows.
-        first: Number of those in which the right class is first.
-        in_5: Number of those in which it is among the five best.
+        first: Number of rows in which the right class has the best score.
+        in_5: Number of rows in which the right class is among the five best.
     """
 
     rows: int = 0
@@ -36,12 +36,12 @@ class Hits:
 
     @property
     def top1(self) -> float | None:
-        """Share of rows whose right class is first, 0 to 1; None without rows."""
+        """Share of rows in which the right class is first, 0 to 1; None without rows."""
         return self.first / self.rows if self.rows else None
 
     @property
     def top5(self) -> float | None:
-        """Share of rows whose right class is among the five best; None without rows."""
+        """Share of rows in which the right class is among the five best; None without rows."""
         return self.in_5 / self.rows if self.rows else None
 
     def add(self, scores: torch.Tensor, labels: torch.Tensor) -> None:
@@ -49,7 +49,7 @@ class Hits:
 
         Args:
             scores: [rows, classes].
-            labels: [rows], classes.
+            labels: [rows], indices of the right classes.
         """
         self.rows += labels.numel()
         self.first += int((scores.argmax(-1) == labels).sum())
@@ -60,26 +60,26 @@ class Hits:
 class Accuracy:
     """Comparison of one output, accumulated over samples.
 
-    Neither the order of the samples nor how they are cut changes any of it: energies are exact
-    sums of squares in fp64, and the others are largest values and counts.
+    The result does not depend on the order of samples or on how they are split: energies are exact
+    sums of squares in fp64, and the other attributes are maxima and counts.
 
     Attributes:
         signal: Energy of the expected values.
-        noise: Energy of the differences; not finite once one of two values is not.
-        max_abs_error: Largest absolute difference, 0 between values that both are NaN.
+        noise: Energy of the differences; not finite if only one of two values is finite.
+        max_abs_error: Largest absolute difference, 0 between two NaN.
         elements: Number of elements.
-        nan: Number of those that are NaN in both.
-        compared: Number of those that are neither NaN in both nor 0 in both: they tell a right
-            program from one that loses its numbers.
-        rows: Number of rows of class scores compared.
-        agreeing: Number of rows in which both have the largest value at the same place.
+        nan: Number of elements that are NaN in both outputs.
+        compared: Number of elements that are neither NaN in both outputs nor 0 in both; only these
+            distinguish a right program from a program that loses its numbers.
+        rows: Number of compared rows of class scores.
+        agreeing: Number of rows in which both outputs have the largest value at the same index.
         long_rows: Number of rows of more than five classes.
-        agreeing_in_5: Number of those in which the model's first class is among the program's
+        agreeing_in_5: Number of long rows in which the model's first class is among the program's
             five best.
-        hits: The program's, in rows whose class is known.
-        model_hits: The model's in the same rows.
-        beyond_int32: The op at which the model's integers leave int32, in a sample whose outputs
-            differ; None if there is none.
+        hits: The program's hits in labelled rows.
+        model_hits: The model's hits in labelled rows.
+        beyond_int32: The op at which the model's integers exceed int32, in a sample with differing
+            outputs; None without such an op.
     """
 
     signal: ExactSum = field(default_factory=ExactSum)
@@ -108,7 +108,7 @@ class Accuracy:
 
     @property
     def top5_agreement(self) -> float | None:
-        """Share of long rows whose class is among the program's five best; None without any."""
+        """Share of long rows with the class in the program's five best; None without long rows."""
         return self.agreeing_in_5 / self.long_rows if self.long_rows else None
 
     def add(
@@ -121,11 +121,11 @@ class Accuracy:
         """Compare one sample.
 
         Args:
-            expected: Output of the model, any shape and dtype; None equals None only.
-            actual: Output of the program, same shape, except that ``[1]`` may stand for a scalar.
+            expected: Output of the model, any shape and dtype; None equals only None.
+            actual: Output of the program, of the same shape, or ``[1]`` for a scalar.
             beyond_int32: The op that ``Int32Watch`` found while ``expected`` was computed.
-            labels: The right class of each row, [rows], integers; None if they are not known. They
-                count for class scores of as many rows.
+            labels: The right class of each row, [rows], integers; None if unknown. Ignored unless
+                the output has class scores of as many rows.
 
         Raises:
             ProgramError: The shapes differ.
@@ -165,21 +165,21 @@ class Accuracy:
         self, expected: torch.Tensor, actual: torch.Tensor, labels: torch.Tensor | None
     ) -> None:
         classes = expected.shape[-1]
-        wanted, given = expected.reshape(-1, classes), actual.reshape(-1, classes)
-        first = wanted.argmax(-1)
+        model_scores, scores = expected.reshape(-1, classes), actual.reshape(-1, classes)
+        first = model_scores.argmax(-1)
         self.rows += first.numel()
-        self.agreeing += int((first == given.argmax(-1)).sum())
+        self.agreeing += int((first == scores.argmax(-1)).sum())
         if classes > _BEST:
             self.long_rows += first.numel()
-            self.agreeing_in_5 += _among_best(given, first)
+            self.agreeing_in_5 += _among_best(scores, first)
         if labels is not None and labels.numel() == first.numel():
             _check_labels(labels, classes)
-            self.hits.add(given, labels)
-            self.model_hits.add(wanted, labels)
+            self.hits.add(scores, labels)
+            self.model_hits.add(model_scores, labels)
 
 
 def _among_best(scores: torch.Tensor, classes: torch.Tensor) -> int:
-    """Return in how many rows fewer than five scores are above that of the row's class."""
+    """Return the number of rows in which fewer than five scores exceed the score of the class."""
     own = scores.gather(-1, classes[:, None])
     return int((((scores > own).sum(-1) < _BEST) & ~own[:, 0].isnan()).sum())
 
@@ -211,10 +211,10 @@ def is_class_scores(tensor: torch.Tensor) -> bool:
 class Int32Watch(TorchDispatchMode):
     """Watches a running model for integers beyond int32, which Core ML cannot represent.
 
-    Of control flow it sees the results, not what is computed on the way.
+    It sees only the results of control flow ops, not the ops in their branches and loops.
 
     Attributes:
-        first: Name of the first op that returns one, or None.
+        first: Name of the first op that returns such an integer, or None.
     """
 
     supports_higher_order_operators = True

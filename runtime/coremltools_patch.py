@@ -1,10 +1,10 @@
-"""Predictions of ``coremltools.models.MLModel`` served by the engines of this package.
+"""Predictions of ``coremltools.models.MLModel`` computed by the engines of this package.
 
-Off macOS coremltools has no Core ML to call: ``MLModel.predict`` and ``make_state`` raise. On macOS
+Without macOS coremltools has no Core ML: ``MLModel.predict`` and ``make_state`` raise. On macOS
 they call one class, ``_MLModelProxy`` in ``coremltools.models.model``. This module replaces that
-class, the two functions that tell ``make_state`` the operating system, and the method by which the
-experimental benchmarker gets a compute plan. Nothing else of coremltools is changed, so its checks
-of names, types and image modes stay.
+class, the two functions by which ``make_state`` checks the operating system, and the method by
+which the experimental benchmarker gets a compute plan. The rest of coremltools is unchanged, so its
+checks of names, types and image modes still apply.
 
 Source: ``coremltools/models/model.py`` and ``ml_program/experimental/async_wrapper.py`` of
 coremltools 9.0.
@@ -39,24 +39,24 @@ from coreml_delegate.targets import Opset
 
 _ASYNC_WRAPPER = "coremltools.models.ml_program.experimental.async_wrapper"
 
-# The macOS whose Core ML reads the newest specification version known here.
+# The macOS version of the newest specification version that this package reads.
 _MACOS_VERSION = (26, 0)
 
 
 class FrameworkError(CoreMLDelegateError, RuntimeError):
-    """A failure behind ``MLModel``.
+    """A failure of ``MLModel``.
 
-    A ``RuntimeError``, as failures of Core ML are: coremltools and programs written for macOS catch
-    it. Its cause is the error of this package that says why.
+    It is a ``RuntimeError``, like failures of Core ML, which coremltools and programs written for
+    macOS catch. Its cause is the original error of this package.
     """
 
 
 @contextmanager
 def _as_framework_error(prefix: str = "") -> Generator[None]:
-    """Raise errors of this package as Core ML would.
+    """Raise errors of this package as ``FrameworkError``.
 
     Args:
-        prefix: Start of Core ML's own message, which programs written for macOS look for.
+        prefix: Start of Core ML's message, which programs written for macOS look for.
     """
     try:
         yield
@@ -67,7 +67,7 @@ def _as_framework_error(prefix: str = "") -> Generator[None]:
 
 
 class StateProxy:
-    """The state that ``coremltools.models.model.MLState`` holds."""
+    """The state inside ``coremltools.models.model.MLState``."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -100,11 +100,11 @@ class StateProxy:
 
 
 class ModelProxy:
-    """The model that an ``MLModel`` holds: one function of its program on an engine, or a pipeline.
+    """The model inside ``MLModel``: one function of its program on an engine, or a pipeline.
 
     Args:
-        model: Ready to predict.
-        load_nanoseconds: How long reading and compiling it took.
+        model: The loaded model.
+        load_nanoseconds: Time that reading and compiling the model took.
     """
 
     def __init__(self, model: Model | Pipeline, load_nanoseconds: int) -> None:
@@ -119,12 +119,12 @@ class ModelProxy:
 
         Args:
             data: Arrays by input name; Pillow pictures for images. As in Core ML, any numeric dtype
-                is converted to the declared one, floats to integers by dropping the fraction.
+                is converted to the declared dtype, floats to integers by truncation.
             state: From ``newState``; updated in place.
 
         Returns:
-            Arrays by output name; pictures for images; the label and the probabilities of a
-            classifier. As in Core ML, which has no scalars, rank 0 becomes ``[1]``.
+            Arrays by output name; pictures for images; label and probabilities of a classifier. As
+            in Core ML, which has no scalars, rank 0 becomes ``[1]``.
 
         Raises:
             FrameworkError: An input does not fit, or an op failed.
@@ -153,7 +153,7 @@ class ModelProxy:
         """Return a new state, all zeros.
 
         Raises:
-            FrameworkError: The function has none.
+            FrameworkError: The function has no state.
         """
         state = self.model.make_state()
         if state is None:
@@ -161,15 +161,15 @@ class ModelProxy:
         return StateProxy(state)
 
     def get_load_duration_in_nano_seconds(self) -> int:
-        """Return how long reading and compiling the model took."""
+        """Return the time that reading and compiling the model took."""
         return self._load_nanoseconds
 
     def get_last_predict_duration_in_nano_seconds(self) -> int | None:
-        """Return how long the last prediction took; None before the first."""
+        """Return the time that the last prediction took; None before the first prediction."""
         return self._predict_nanoseconds
 
     def get_compiled_model_path(self) -> NoReturn:
-        """Only Core ML compiles to a file.
+        """Raise, because only Core ML compiles to a file.
 
         Raises:
             FrameworkError: Always.
@@ -184,8 +184,8 @@ class ModelProxy:
         if dtype is None or dtype.kind not in "iu" or array.dtype.kind != "f":
             return array
         limits = np.iinfo(dtype.name)
-        exact = array.astype(np.float64)  # float32 does not hold the limits of int32
-        # Written so that NaN fails as well.
+        exact = array.astype(np.float64)  # float32 cannot represent the limits of int32
+        # NaN fails these comparisons as well.
         if not bool(((exact > limits.min - 1) & (exact < limits.max + 1)).all()):
             raise InputError(
                 f"input {name!r} has values beyond {dtype}",
@@ -210,7 +210,7 @@ class ModelLoader:
     def __call__(
         self,
         path: str,
-        compute_units: str,  # noqa: ARG002 - one engine serves all of them
+        compute_units: str,  # noqa: ARG002 - the engine is the same for all
         function_name: str,
         optimization_hints: Mapping[str, str],  # noqa: ARG002 - hints to Apple's compiler
         asset: object,
@@ -221,12 +221,12 @@ class ModelLoader:
             path: An ``.mlpackage``, or an ``.mlmodel`` file.
             compute_units: Name of a ``ComputeUnit``.
             function_name: Empty for the default function.
-            optimization_hints: As Core ML takes them.
-            asset: A compiled model in memory, which coremltools passes for compiled models only.
+            optimization_hints: Core ML's hints, ignored.
+            asset: A compiled model in memory; coremltools passes it only for compiled models.
 
         Raises:
-            FrameworkError: The model cannot be read, or no engine can run it; coremltools turns it
-                into a warning, and raises it at the first prediction.
+            FrameworkError: The model cannot be read, or no engine can run it. coremltools turns the
+                error into a warning, and raises it at the first prediction.
         """
         if asset is not None:
             _only_core_ml("compiled models (.mlmodelc)")
@@ -242,13 +242,13 @@ class ModelLoader:
 
     @property
     def retrieve_compute_plan(self) -> Callable[[Any], Coroutine[Any, Any, MeasuredPlan]]:
-        """A method of coremltools' ``LocalMLModelAsyncWrapper``; its plan is measured."""
+        """A method for coremltools' ``LocalMLModelAsyncWrapper`` that returns a measured plan."""
         engine, options = self.engine, self.options
 
         async def retrieve(wrapper: Any) -> MeasuredPlan:
             if wrapper._model is None:
                 await wrapper.load()
-            model: Any = wrapper._model  # loaded above, if it was not
+            model: Any = wrapper._model  # loaded by now
             with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
                 package = Path(folder) / "model.mlpackage"
                 model.save(str(package))
@@ -264,7 +264,7 @@ class ModelLoader:
         return int(max(Opset))
 
     def get_available_compute_devices(self) -> NoReturn:
-        """Only Core ML has compute devices.
+        """Raise, because only Core ML has compute devices.
 
         Raises:
             FrameworkError: Always.
@@ -272,7 +272,7 @@ class ModelLoader:
         _only_core_ml("compute devices")
 
     def create_model_asset_from_path(self, path: str) -> NoReturn:  # noqa: ARG002 - their signature
-        """Only Core ML reads compiled models.
+        """Raise, because only Core ML reads compiled models.
 
         Raises:
             FrameworkError: Always.
@@ -280,7 +280,7 @@ class ModelLoader:
         _only_core_ml("compiled models (.mlmodelc)")
 
     def create_model_asset_from_memory(self, *_parts: object) -> NoReturn:
-        """Only Core ML compiles models in memory.
+        """Raise, because only Core ML compiles models in memory.
 
         Raises:
             FrameworkError: Always.
@@ -292,10 +292,10 @@ class ModelLoader:
 
 
 class CoreMLToolsPatch:
-    """Serves predictions of coremltools until ``undo`` or the end of a ``with`` block.
+    """Replaces Core ML in coremltools until ``undo`` or the end of a ``with`` block.
 
-    Patches may be nested and undone in any order: the newest that is still active serves. Models
-    loaded under a patch keep its engine and go on predicting after it.
+    Patches may be nested and undone in any order: the newest active patch applies. Models loaded
+    under a patch keep its engine, and can predict after the patch is undone.
     """
 
     def __init__(self, loader: ModelLoader) -> None:
@@ -314,7 +314,7 @@ class CoreMLToolsPatch:
         self.undo()
 
     def apply(self) -> None:
-        """Serve predictions; does nothing if it already does, or on macOS."""
+        """Apply the patch; does nothing if it is active, or on macOS."""
         if machine.has_core_ml():
             return
         with _LOCK:
@@ -323,14 +323,14 @@ class CoreMLToolsPatch:
                 _install()
 
     def undo(self) -> None:
-        """Stop serving; does nothing if it already has."""
+        """Undo the patch; does nothing if it is not active."""
         with _LOCK:
             if self in _ACTIVE:
                 _ACTIVE.remove(self)
                 _install()
 
     def replacements(self) -> list[tuple[Any, str, object]]:
-        """Return what is replaced in coremltools: a module or class, a name in it, and the new."""
+        """Return (module or class of coremltools, attribute name, replacement) of the patch."""
         module = importlib.import_module("coremltools.models.model")
         experimental = importlib.import_module(_ASYNC_WRAPPER)
         return [
@@ -348,16 +348,16 @@ class CoreMLToolsPatch:
 def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) -> CoreMLToolsPatch:
     """Make ``predict`` and ``make_state`` of ``coremltools.models.MLModel`` work on this machine.
 
-    The patch applies to models loaded from now on, also by ``coremltools.convert``. They must be ML
-    Programs, classifiers too, or pipelines of ML Programs and non-maximum suppression; any compute
-    unit is accepted. On macOS, where coremltools has Core ML itself, this does nothing.
+    The patch applies to models loaded afterwards, also by ``coremltools.convert``. They must be ML
+    Programs, including classifiers, or pipelines of ML Programs and non-maximum suppression; any
+    compute unit is accepted. On macOS, where coremltools calls Core ML, this does nothing.
 
     Args:
         engine: ``auto``, or an engine's name.
         options: How to execute.
 
     Returns:
-        A handle with ``undo()``; also a context manager that undoes at its end.
+        A handle with ``undo()``; also a context manager that undoes the patch at its end.
 
     Raises:
         OptionError: No such engine.
@@ -376,7 +376,7 @@ _ORIGINALS: list[tuple[Any, str, object]] = []
 
 
 def _install() -> None:
-    """Install the newest active patch in coremltools, or restore coremltools if there is none."""
+    """Install the newest active patch in coremltools, or restore coremltools."""
     third_party.coremltools()
     if not _ACTIVE:
         for owner, name, original in _ORIGINALS:
@@ -392,6 +392,6 @@ def _install() -> None:
 
 def _only_core_ml(what: str) -> NoReturn:
     raise FrameworkError(
-        f"{what} exist only where Core ML itself does",
+        f"{what} exist only where Core ML does",
         expected="macOS",
     )

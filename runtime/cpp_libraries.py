@@ -1,7 +1,6 @@
-"""Small C++ libraries that are compiled on this machine, on first use, and cached.
+"""Compile small C++ libraries on this machine, on first use, and cache them.
 
-They are not shipped as binaries, because they depend on the libraries of other wheels that are
-installed beside this package.
+They are not shipped as binaries, because they depend on the libraries of other installed wheels.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _ERROR_LINES: Final = 12
 
 
 def find_compiler() -> list[str] | None:
-    """Return the C++ compiler as the start of a command line: $CXX, else the first on the path."""
+    """Return the C++ compiler as the start of a command line: $CXX, or the first on the path."""
     named = os.environ.get("CXX")
     if named:
         command = shlex.split(named)
         return command if command and shutil.which(command[0]) else None
-    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    return [found] if found else None
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    return [compiler] if compiler else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +45,13 @@ class CppLibrary:
     """A library of one source file and its headers.
 
     Attributes:
-        name: Of the file in the cache.
-        folder: Of the cache, in the folder of all caches.
-        source: The source.
-        headers: By name, the headers beside it.
-        flags: Of the compiler, before the source: definitions and folders of headers.
-        libraries: Arguments of the linker.
-        depends_on: What it has to be built again for, in words: versions and sizes of what it uses.
+        name: Name of the file in the cache, without digest and suffix.
+        folder: Name of the cache's folder in the folder of all caches.
+        source: Content of the source file.
+        headers: Content of the headers by file name.
+        flags: Compiler flags before the source: definitions and header folders.
+        libraries: Linker arguments.
+        depends_on: Versions and sizes of dependencies; a change rebuilds the library.
     """
 
     name: str
@@ -65,7 +64,7 @@ class CppLibrary:
 
     @property
     def path(self) -> Path | None:
-        """Where the library is, built or not; None if caches are off."""
+        """Path of the library, whether or not it is built; None if caches are off."""
         caches = cache_folder()
         if caches is None:
             return None
@@ -76,7 +75,7 @@ class CppLibrary:
         return caches / self.folder / f"{self.name}-{digest}.so"
 
     def unavailable_reason(self) -> str | None:
-        """Return why the library can be neither found nor built; None if it can."""
+        """Return the reason why the library cannot be built, or None if it can or is built."""
         path = self.path
         if path is None:
             return HOMELESS
@@ -90,11 +89,11 @@ class CppLibrary:
         )
 
     def build(self) -> Path:
-        """Return the path of the library, built if this is its first use.
+        """Return the path of the library; build it on first use.
 
         Raises:
-            EngineUnavailableError: The compiler fails, and the message has its last lines; or the
-                cache cannot be written.
+            EngineUnavailableError: The compiler fails (with its last lines of output), or the cache
+                cannot be written.
         """
         target = self.path
         if target is None:

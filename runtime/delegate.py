@@ -1,4 +1,4 @@
-"""Core ML delegates of a ``.pte``: load the blob onto an engine, call it with tensors."""
+"""Core ML delegates of a ``.pte``: load the blob on an engine, and call it with tensors."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from coreml_delegate.runtime.threads import all_torch_threads
 
 
 class CoreMLDelegate:
-    """One loaded delegate, with its own state: zero at start, kept across calls.
+    """One loaded delegate with its own state, which is zero at start and persists between calls.
 
     Args:
-        model: What it runs.
-        names: Of its inputs and outputs, in the order of calls.
+        model: The model of the delegate.
+        names: Names of the inputs and outputs, in the order of calls.
         nbytes: Size of the blob that the model was read from.
-        observer: Runs the model where calls are observed; see ``observe``.
+        observer: Runs the model if calls are observed; see ``observe``.
 
     Attributes:
-        model: What it runs.
-        python_reason: Why calls need Python, for people; None if they do not.
+        model: The model of the delegate.
+        python_reason: The reason why calls need Python, as text; None if they do not.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CoreMLDelegate:
         self._inputs = [(name, dtypes[name], ranks[name]) for name in names.input_names]
         self._state = model.make_state()
         self._computes_with_torch = model.engine_name == REFERENCE.name
-        # Shapes seldom change from call to call: the shapes of the last call need no check.
+        # Inputs to check; the shapes of the last call, which seldom change, need no check.
         self._flexible = model.flexible_inputs
         self._observer = observer
         self.python_reason = (
@@ -79,26 +79,26 @@ class CoreMLDelegate:
             or python_reason(model.program, model.function, model.engine_name, nbytes)
             or model.native_obstacle()
         )
-        given = [name for name, _, _ in self._inputs]
+        inputs = [name for name, _, _ in self._inputs]
         is_native = self.python_reason is None
-        self._native = model.native_call(given, self._outputs, self._state) if is_native else None
+        self._native = model.native_call(inputs, self._outputs, self._state) if is_native else None
         self._fitting: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def state(self) -> State | None:
-        """The state that persists between calls; None if there is none."""
+        """The state that persists between calls; None for a stateless delegate."""
         return self._state
 
     @property
     def native(self) -> NativeCall | None:
-        """How to call it without Python; see ``DelegateCallable``."""
+        """The call without Python, or None; see ``DelegateCallable``."""
         return self._native
 
     def native_program(self) -> NativeProgram | None:
-        """Return what is loaded where there is no Python, if that is possible.
+        """Return the form of the delegate that runs without Python; None if that is impossible.
 
         Raises:
-            CoreMLDelegateError: The model cannot be compiled for one of its enumerated shapes.
+            CoreMLDelegateError: The model cannot be compiled for an enumerated shape.
         """
         return self.model.native_program([name for name, _, _ in self._inputs], self._outputs)
 
@@ -111,15 +111,15 @@ class CoreMLDelegate:
         """Run once.
 
         Args:
-            inputs: In the metadata's order; cast to the program's dtypes.
+            inputs: Tensors in the metadata's order, which are cast to the program's dtypes.
 
         Raises:
-            InputError: Wrong number of inputs, shapes that the program does not take, or integers
-                that its dtype does not hold (a device cuts them silently).
+            InputError: Wrong number of inputs, shapes that the program does not accept, or integers
+                beyond its dtype (which a device truncates silently).
             ExecutionError: An op failed.
         """
         arrays = self._checked_arrays(inputs)
-        # OpenVINO has threads of its own; the reference engine has those of torch.
+        # OpenVINO has its own threads; the reference engine uses torch's.
         with all_torch_threads() if self._computes_with_torch else nullcontext():
             results = self.model.run_unchecked(arrays, self._state)
         return [torch.from_numpy(results[name]) for name in self._outputs]
@@ -127,14 +127,14 @@ class CoreMLDelegate:
     def observe(
         self, inputs: Sequence[torch.Tensor], *, with_values: bool
     ) -> tuple[list[torch.Tensor], tuple[OpEvent, ...]]:
-        """Run once, and tell what its ops did, if the delegate was loaded to be observed.
+        """Run once, and report events of ops, if the delegate was loaded to be observed.
 
         Args:
             inputs: As for a call.
-            with_values: Whether the values that ops compute are wanted; see ``Observer.run``.
+            with_values: Whether to report the values that ops compute; see ``Observer.run``.
 
         Returns:
-            The outputs as of a call, and the ops.
+            The outputs as of a call, and the events of the ops.
         """
         if self._observer is None:
             return self(inputs), ()
@@ -146,7 +146,7 @@ class CoreMLDelegate:
     def diagnose(
         self, inputs: Sequence[torch.Tensor], *, min_sqnr_db: float = MIN_SQNR_DB
     ) -> Diagnosis:
-        """Diagnose every value of a call with these inputs; the state stays as it is.
+        """Diagnose every value of a call with these inputs; the state is unchanged.
 
         Args:
             inputs: As for a call.
@@ -180,16 +180,16 @@ class CoreMLDelegate:
 
 
 def python_reason(program: Program, function: Function, engine: str, nbytes: int) -> str | None:
-    """Return why a host calls a delegate in Python, as far as that is known before compilation.
+    """Return the reason why a host calls a delegate in Python, if it is known before compilation.
 
     Args:
-        program: Its program.
-        function: What it runs.
-        engine: Name of the engine that runs it.
-        nbytes: Size of its blob.
+        program: The delegate's program.
+        function: The delegate's function.
+        engine: Name of the engine that runs the delegate.
+        nbytes: Size of the delegate's blob.
 
     Returns:
-        The reason, for people; None if there is none.
+        The reason as text, or None.
     """
     if engine == REFERENCE.name:
         return "the reference engine is Python"
@@ -211,10 +211,10 @@ def delegate_loader(engine: str, options: EngineOptions | None = None) -> Delega
     def load(payload: DelegatePayload) -> CoreMLDelegate:
         blob, function = resolve(payload)
         files, metadata = blob_files(blob)
-        given = _with_compute_unit(options or EngineOptions(), payload)
+        settings = _with_compute_unit(options or EngineOptions(), payload)
         if payload.is_observed:
-            given = replace(given, profiling=True)
-        model = Model.from_files(files, function_name=function, engine=engine, options=given)
+            settings = replace(settings, profiling=True)
+        model = Model.from_files(files, function_name=function, engine=engine, options=settings)
         names = metadata.method(payload.method_name)
         observer = Observer(model, debug_info_in(unflatten(blob))) if payload.is_observed else None
         return CoreMLDelegate(model, names, memoryview(blob).nbytes, observer=observer)
@@ -223,12 +223,13 @@ def delegate_loader(engine: str, options: EngineOptions | None = None) -> Delega
 
 
 def _with_compute_unit(options: EngineOptions, payload: DelegatePayload) -> EngineOptions:
-    """Return options with the compute unit that a delegate was exported for, if they have none.
+    """Return options with the delegate's compute unit, unless they have a compute unit.
 
-    Where there is no Core ML it stays out: delegates that differ in it are compiled once.
+    Without Core ML the options are unchanged, so that delegates that differ only in the compute
+    unit are compiled once.
 
     Raises:
-        BlobFormatError: The delegate has a compute unit that Core ML does not know.
+        BlobFormatError: The delegate has an unknown compute unit.
     """
     unit = dict(payload.compile_specs).get(_COMPUTE_UNITS)
     if unit is None or options.compute_unit is not None or not machine.has_core_ml():
@@ -251,7 +252,7 @@ def resolve(payload: DelegatePayload) -> tuple[Buffer, str | None]:
     """Return the blob of a delegate and the function to run; follows a reference to named data.
 
     Raises:
-        BlobFormatError: A malformed reference, or one to data the program does not have.
+        BlobFormatError: A malformed reference, or a reference to missing data.
     """
     reference = BlobReference.decode(payload.processed)
     if reference is None:
@@ -271,7 +272,7 @@ def read_blob(blob: Buffer) -> tuple[Program, ModelMetadata]:
 
     Raises:
         BlobFormatError: The bytes are no blob, or a part is missing or malformed.
-        ProgramError: The blob holds a model compiled for Apple devices.
+        ProgramError: The blob has a model compiled for Apple devices.
     """
     files, metadata = blob_files(blob)
     return read_files(files), metadata
@@ -282,7 +283,7 @@ def blob_files(blob: Buffer) -> tuple[dict[str, memoryview], ModelMetadata]:
 
     Raises:
         BlobFormatError: The bytes are no blob, or a part is missing or malformed.
-        ProgramError: The blob holds a model compiled for Apple devices.
+        ProgramError: The blob has a model compiled for Apple devices.
     """
     files = unflatten(blob)
     metadata, models = metadata_in(files), models_in(files)

@@ -12,20 +12,20 @@ from executorch.devtools import parse_etrecord
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.runtime.op_errors import first_line
 
-# That there are no values is what the caller asked for; the others say nothing about the program.
+# Warnings about missing values, which the caller did not request, and about Inspector's own code.
 _NO_NEWS = ("Output Buffer not found", "Unsupported kwarg encountered", "The given buffer is not w")
 
 
 class Inspector(_Inspector):
-    """``executorch.devtools.Inspector``, whose ``calculate_numeric_gap`` takes such delegates.
+    """``executorch.devtools.Inspector`` with a ``calculate_numeric_gap`` for such delegates.
 
-    ExecuTorch 1.5 counts as many outputs for every op of a delegate as the delegate itself has, and
-    then fails with ``IndexError``. With an op counted as one result, it compares them. It also
-    fails where a graph had the ``id`` of a freed one. No issue is known of either.
+    ExecuTorch 1.5 assumes that every op of a delegate has as many outputs as the delegate, and then
+    fails with ``IndexError``. Here an op has one output. ExecuTorch also fails if a graph has the
+    ``id`` of a freed graph. No issue is known for either.
 
     Args:
-        args: As ExecuTorch's.
-        kwargs: As ExecuTorch's.
+        args: Arguments of ExecuTorch's Inspector.
+        kwargs: Arguments of ExecuTorch's Inspector.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,8 +44,8 @@ class Inspector(_Inspector):
 def _keep_exported_ancestors(record: Any) -> None:
     """Reduce the ancestors of each edge node to its node in the exported graph.
 
-    ExecuTorch names an ancestor by its own name and the ``id`` of its graph. Lowering frees graphs,
-    and later ones get their ids; the exported graph lives until the record is made.
+    ExecuTorch identifies an ancestor by its name and the ``id`` of its graph. Lowering frees
+    graphs, whose ids later graphs reuse; the exported graph lives until the record is created.
     """
     if record.export_graph_id is None or isinstance(record.edge_dialect_program, dict):
         return
@@ -62,7 +62,7 @@ def read_etrecord(path: Path) -> Any:
     """Read an ETRecord, for ``Inspector``.
 
     Raises:
-        ProgramError: The file cannot be read, or is none.
+        ProgramError: The file cannot be read, or is no ETRecord.
     """
     try:
         record = parse_etrecord(str(path))

@@ -1,9 +1,9 @@
 """Find where a program loses its numbers: the first NaN, the first overflow, the largest errors.
 
-The program runs twice on the reference engine: once as it is, once with fp32 for every fp16 and
-int64 for every int32, and with the constants that fp16 lost, as far as the model has them. The
-second run takes the same path through the control flow and draws the same random numbers, so that
-each value has a counterpart, which differs by rounding and overflow only.
+The program runs twice on the reference engine: once unchanged, and once with fp32 for every fp16,
+int64 for every int32, and the original values of constants that fp16 changed, if the model stores
+them. The second run takes the same path through control flow and draws the same random numbers, so
+that each value has a counterpart, which differs only by rounding and overflow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coreml_delegate.runtime.mil.widening import has_rounded_constants, widen_ar
 from coreml_delegate.runtime.tracing import TracedValue, trace
 
 MIN_SQNR_DB = 20.0
-"""Below this ratio of signal to error a value has fewer than four right bits."""
+"""Ratio of signal to error below which a value has fewer than four right bits."""
 
 
 class Fault(enum.Enum):
@@ -45,24 +45,25 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ValueReport:
-    """One value of the program against the same value computed in fp32, or in int64.
+    """Comparison of one value of the program with the same value computed in fp32 or int64.
 
-    Integers are reported where they leave int32: ``max_abs`` is what int64 makes of them.
+    Integers are reported only if they exceed int32; their ``max_abs`` is computed in int64.
 
     Attributes:
         name: The output's name in the program.
         op_type: MIL op type.
-        location: Place of the op.
+        location: Location of the op.
         turns: Index of the iteration of every loop around the op, outermost first, from 0.
         result: Dtype and shape.
-        inputs: Dtype and shape of every operand by parameter name; short ones by value.
-        nan: Elements that are NaN.
-        infinite: Elements that are infinite.
+        inputs: Dtype and shape of every operand by parameter name; the value of short operands.
+        nan: Number of NaN elements.
+        infinite: Number of infinite elements.
         max_abs: Largest finite magnitude; nan or inf if no element is finite.
-        sqnr_db: Signal to error in dB: inf for equal values, NaN for NaN included; -inf where one
-            is finite and the other is not.
+        sqnr_db: Signal to error in dB: inf for equal values (NaN equals NaN); -inf if one value is
+            finite and the other is not.
         fault: The fault, or None. NaN, and infinities that fp32 has as well, are faults only of the
-            op that first has them; NaN from outside is one of the op that takes it.
+            first op that returns them; NaN from inputs and weights is a fault of the op that reads
+            it.
     """
 
     name: str
@@ -94,14 +95,14 @@ class ValueReport:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Every floating-point value of one run, and integers at fault, in the order of execution.
+    """Every floating-point value of one run, and faulty integers, in order of execution.
 
     Attributes:
         function: Name of the function.
-        values: One report per value; an op in a loop has one per turn.
-        outputs: What the program computes, by feature name.
-        has_rounded_constants: Whether both runs take constants as rounded to fp16, because the
-            model does not say what they were. What they lost is in no value then.
+        values: One report per value; an op in a loop has one per iteration.
+        outputs: Outputs of the program, by feature name.
+        has_rounded_constants: Whether both runs use constants rounded to fp16, because the model
+            does not store the original values. Then no report includes the error of this rounding.
     """
 
     function: str
@@ -111,10 +112,7 @@ class Diagnosis:
 
     @property
     def first_bad(self) -> ValueReport | None:
-        """The first value with a fault, except infinities that fp32 has as well.
-
-        Masks have such infinities, which are no fault of the program.
-        """
+        """The first value with a fault, except infinities that fp32 has as well, as in masks."""
         return next((v for v in self.values if v.fault not in (None, Fault.INFINITE)), None)
 
     def first(self, fault: Fault) -> ValueReport | None:
@@ -122,13 +120,13 @@ class Diagnosis:
         return next((value for value in self.values if value.fault is fault), None)
 
     def worst(self, count: int) -> list[ValueReport]:
-        """Return the values of largest error, one iteration of each op, worst first."""
-        by_place: dict[tuple[Location, str], ValueReport] = {}
+        """Return the values with the largest errors, one iteration of each op, worst first."""
+        by_location: dict[tuple[Location, str], ValueReport] = {}
         for value in self.values:
             key = value.location, value.name
-            if key not in by_place or value.sqnr_db < by_place[key].sqnr_db:
-                by_place[key] = value
-        return sorted(by_place.values(), key=lambda value: value.sqnr_db)[:count]
+            if key not in by_location or value.sqnr_db < by_location[key].sqnr_db:
+                by_location[key] = value
+        return sorted(by_location.values(), key=lambda value: value.sqnr_db)[:count]
 
     def __str__(self) -> str:
         bad = self.first_bad
@@ -145,14 +143,14 @@ def diagnose(
 ) -> Diagnosis:
     """Compare every value of a run with the same value computed in fp32 and int64.
 
-    Holds every intermediate value of one run at a time in memory.
+    Keeps all intermediate values of one run in memory.
 
     Args:
         function: The function.
         compiled: The same function, compiled.
-        inputs: By feature name, of the dtypes of the MIL parameters.
-        state: State of any engine; read, and left as it is.
-        min_sqnr_db: A value below it, in dB, is inaccurate.
+        inputs: Arrays by feature name, in the dtypes of the MIL parameters.
+        state: State of any engine, which is not changed.
+        min_sqnr_db: Ratio in dB below which a value is inaccurate.
 
     Raises:
         InputError: The state does not belong to this function.
@@ -161,14 +159,14 @@ def diagnose(
     values: list[TracedValue] = []
     path: list[bool] = []
 
-    def record(taken: bool) -> bool:
-        path.append(taken)
-        return taken
+    def record(condition: bool) -> bool:
+        path.append(condition)
+        return condition
 
-    with torch.random.fork_rng(devices=[]):  # the second run begins where this one did
+    with torch.random.fork_rng(devices=[]):  # both runs start from the same generator state
         outputs = trace(compiled, inputs, values.append, state=state, decide=record)
     wide = widen_function(function)
-    comparison = _Comparison(values, _given(function), min_sqnr_db)
+    comparison = _Comparison(values, _inputs_and_constants(function), min_sqnr_db)
     follow = iter(path)
     trace(
         REFERENCE.compile(wide, EngineOptions()),
@@ -183,13 +181,13 @@ def diagnose(
 
 
 class _Comparison:
-    """Compares the values of the widened run as they come, and drops their counterparts."""
+    """Compares each value of the widened run when it is computed, and frees its counterpart."""
 
     def __init__(
-        self, values: list[TracedValue], given: Collection[str], min_sqnr_db: float
+        self, values: list[TracedValue], sources: Collection[str], min_sqnr_db: float
     ) -> None:
         self._values = values[::-1]
-        self._given = given
+        self._sources = sources
         self._least = min_sqnr_db
         self.reports: list[ValueReport] = []
 
@@ -235,7 +233,7 @@ class _Comparison:
         return None if is_passed_on else Fault.INFINITE
 
     def _nan(self, computed: Computed) -> Fault | None:
-        """Return the fault of NaN that is new or comes from outside; None if an op passes it on."""
+        """Return the fault of NaN that is new, or from inputs or weights; None if passed on."""
         sources = [
             name
             for name, values in computed.operands.items()
@@ -244,12 +242,12 @@ class _Comparison:
         if not sources:
             return Fault.NAN
         bindings = (binding for name in sources for binding in computed.op.inputs.get(name, ()))
-        is_given = all(isinstance(b, Constant) or b.name in self._given for b in bindings)
-        return Fault.NAN_GIVEN if is_given else None
+        is_source = all(isinstance(b, Constant) or b.name in self._sources for b in bindings)
+        return Fault.NAN_GIVEN if is_source else None
 
 
-def _given(function: Function) -> set[str]:
-    """Return the names of values that a function does not compute: its inputs and constants."""
+def _inputs_and_constants(function: Function) -> set[str]:
+    """Return the names of a function's inputs and constants."""
     constants = (op for op in function.block.walk() if op.type.startswith("const"))
     return {param.name for param in function.params} | {
         output.name for op in constants for output in op.outputs
@@ -268,15 +266,15 @@ def _loss(dtype: torch.dtype, signal: float, error: Tensor, least: float) -> Fau
     """Return the fault of a finite value, or None.
 
     Args:
-        dtype: Its dtype in the program.
+        dtype: The value's dtype in the program.
         signal: Energy of the expected value.
         error: Error of each element.
-        least: The ratio, in dB, below which the value is inaccurate.
+        least: Ratio in dB below which the value is inaccurate.
     """
     if ratio_db(signal, energy(error)) >= least:
         return None
     limits = torch.finfo(dtype)
-    # Numbers next to zero are this far apart: smaller errors are underflow.
+    # The distance between numbers next to zero; smaller errors are underflow.
     step = limits.smallest_normal * limits.eps
     large = error[~(error.abs() <= step)]
     return Fault.UNDERFLOW if ratio_db(signal, energy(large)) >= least else Fault.INACCURATE
@@ -304,7 +302,7 @@ def signals_and_errors(expected: Tensor, actual: Tensor) -> tuple[Tensor, Tensor
         actual: Of the same shape, fp64.
 
     Returns:
-        NaN agrees with NaN, and infinity with itself: there is no error there, and no signal.
+        Signal and error; both are 0 where both values are NaN, or the same infinity.
     """
     equal = (expected == actual) | (expected.isnan() & actual.isnan())
     errors = torch.where(equal, 0.0, expected - actual)
@@ -324,8 +322,7 @@ def ratio_db(signal: float, noise: float) -> float:
         noise: The energy of the errors.
 
     Returns:
-        inf for no error; -inf where one is finite and the other is not, or where there is an error
-        and no signal.
+        inf for no error; -inf if the error is not finite, or if there is an error and no signal.
     """
     if noise == 0:
         return math.inf
@@ -340,12 +337,12 @@ def _any(
     """Whether any floating-point operand has an element for which the test is true."""
     for value in operands:
         data = value.data if isinstance(value, Constant) else None
-        found = False
+        is_true = False
         if isinstance(value, Tensor) and value.is_floating_point():
-            found = bool(in_tensor(value).any())
+            is_true = bool(in_tensor(value).any())
         elif isinstance(data, np.ndarray) and data.dtype.kind == "f":
-            found = bool(in_array(data).any())
-        if found:
+            is_true = bool(in_array(data).any())
+        if is_true:
             return True
     return False
 
@@ -354,7 +351,7 @@ _INT32 = torch.iinfo(torch.int32)
 
 
 def _leaves_int32(narrow: TracedValue, wide: TracedValue) -> bool:
-    """Whether integers are beyond int32 although the operands are not."""
+    """Whether integers exceed int32 although the operands do not."""
     if narrow.tensor is None or narrow.tensor.dtype is not torch.int32:
         return False
     operands = (v for values in wide.computed.operands.values() for v in values)
@@ -362,7 +359,7 @@ def _leaves_int32(narrow: TracedValue, wide: TracedValue) -> bool:
 
 
 def is_beyond_int32(value: object) -> bool:
-    """Whether a tensor holds integers that int32, the widest integer of Core ML, does not."""
+    """Whether a tensor has integers beyond int32, the widest integer of Core ML."""
     if not isinstance(value, Tensor) or value.dtype is not torch.int64 or not value.numel():
         return False
     low, high = torch.aminmax(value)

@@ -1,8 +1,8 @@
-"""Sums of floating-point numbers without rounding, so that no order of adding changes them.
+"""Sums of floating-point numbers without rounding, which do not depend on the order of addition.
 
-A finite fp64 number is a whole number of 2**-1074. A sum is therefore kept as one integer in this
-unit. Numbers of one array are added by their exponents first: significands of 53 bits are cut into
-halves, of which fp64 adds 2**26 without rounding.
+A finite fp64 number is an integer multiple of 2**-1074, so a sum is one integer in this unit.
+Numbers of an array are first added per exponent: significands of 53 bits are split into halves, of
+which fp64 adds 2**26 without rounding.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-_UNIT: Final = 1074  # the smallest number is 2**-1074
+_UNIT: Final = 1074  # the smallest positive number is 2**-1074
 _BITS: Final = 53  # of a significand
 _HALF: Final = 26
-_CHUNK: Final = 1 << 24  # numbers added at once: half of what fp64 adds without rounding
-_LOWEST: Final = -1073  # exponent that frexp gives the smallest number
+_CHUNK: Final = 1 << 24  # numbers added at once: half of the number that fp64 adds exactly
+_LOWEST: Final = -1073  # exponent of the smallest positive number by frexp
 
 
 @dataclass(slots=True)
@@ -26,8 +26,8 @@ class ExactSum:
     """The sum of all numbers added so far; equal sums compare equal.
 
     Attributes:
-        units: The sum of the finite ones, in units of 2**-1074.
-        broken: Sum of those that are not finite: infinite or NaN, 0 if there are none.
+        units: The sum of the finite numbers, in units of 2**-1074.
+        broken: The sum of infinities and NaN; 0 without them.
     """
 
     units: int = 0
@@ -60,15 +60,15 @@ class ExactSum:
             numbers = numbers[finite]
         fractions, exponents = np.frexp(numbers)
         significands: NDArray[np.int64] = np.ldexp(fractions, _BITS).astype(np.int64)
-        places = exponents.astype(np.int64) - _LOWEST
+        bins = exponents.astype(np.int64) - _LOWEST
         high, low = significands >> _HALF, significands & ((1 << _HALF) - 1)
         for shift, half in ((_HALF, high), (0, low)):
-            sums: Any = np.bincount(places, weights=half)
-            for place in np.flatnonzero(sums).tolist():
-                # A number is its significand by 2**(exponent - 53), of which units take 2**1074.
-                self.units += _shifted(int(sums[place]) << shift, place + _LOWEST - _BITS + _UNIT)
+            sums: Any = np.bincount(bins, weights=half)
+            for index in np.flatnonzero(sums).tolist():
+                # number = significand * 2**(exponent - 53), and units = number * 2**1074.
+                self.units += _shifted(int(sums[index]) << shift, index + _LOWEST - _BITS + _UNIT)
 
 
 def _shifted(number: int, bits: int) -> int:
-    # Significands of the numbers below 2**-1022 end in as many zeros as they are shifted back.
+    # Exact: significands of numbers below 2**-1022 end in at least -bits zeros.
     return number << bits if bits >= 0 else number >> -bits

@@ -1,4 +1,4 @@
-"""Choose the host that executes a ``.pte``, and load the program on it."""
+"""Choose the host that executes a ``.pte``, and load the program on that host."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _STOCK_LOCK: Final = threading.Lock()
 def _python_obstacles(
     program: PteProgram, data: Sources | None, demand: str | None
 ) -> tuple[str, ...]:
-    del data, demand  # takes any
+    del data, demand  # supports all
     return _refusals(program, python.check_support)
 
 
@@ -67,20 +67,20 @@ def _stock_obstacles(
 
 def _refusals(program: PteProgram, check: Callable[[MethodInfo], None]) -> tuple[str, ...]:
     """Return the reasons why ``check`` refuses methods, each once."""
-    found: list[str] = []
+    reasons: list[str] = []
     for method in program.methods:
         try:
             check(method)
         except (ProgramError, UnsupportedOpError, EngineUnavailableError) as error:
-            found.append(f"{error.what}: {error.got}")
-    return tuple(dict.fromkeys(found))
+            reasons.append(f"{error.what}: {error.got}")
+    return tuple(dict.fromkeys(reasons))
 
 
 _KEEPS_NO_STATE: Final = "ExecuTorch's Core ML backend for macOS keeps no state"
 
 
 def _stateful_methods(program: PteProgram, data: Sources | None) -> list[str]:
-    """Return the names of the methods of which a Core ML delegate has a state."""
+    """Return the names of the methods with a stateful Core ML delegate."""
     if data is not None:
         program = program.with_external(ExternalData.open(data).get)
     return [
@@ -101,32 +101,32 @@ def _has_state(program: PteProgram, method: MethodInfo, info: DelegateInfo) -> b
     blob, function = resolve(payload)
     try:
         model, _ = read_blob(blob)
-    except ProgramError:  # compiled ahead of time: nothing here reads it
+    except ProgramError:  # compiled ahead of time, which only Apple's runtime reads
         return False
     return bool(model.function(function).states)
 
 
 def _demand(engine: str, options: EngineOptions | None) -> str | None:
-    """Return what is asked that only engines of this package take; None if there is nothing."""
-    given = options or EngineOptions()
+    """Return the option that only engines of this package support, as text; None by default."""
+    options = options or EngineOptions()
     if engine not in (AUTO, COREML.name):
         return f"engine={engine!r}"
-    if given.numerics_option is not None:
-        return given.numerics_option
-    if given.exact_nan:
+    if options.numerics_option is not None:
+        return options.numerics_option
+    if options.exact_nan:
         return "exact_nan=True"
-    return None if given.compute_unit is None else "a compute unit beside the program's own"
+    return None if options.compute_unit is None else "a compute unit beside the program's own"
 
 
 def check_demands_on_stock(engine: str, options: EngineOptions | None) -> None:
-    """Refuse an engine and its options where Core ML's own backend runs the delegates.
+    """Refuse options that Core ML's own backend lacks, where it runs the delegates.
 
     Args:
         engine: ``auto``, or an engine's name.
         options: How to execute.
 
     Raises:
-        OptionError: This is macOS, and something is asked that the backend does not take.
+        OptionError: This is macOS, and the backend does not support an option.
     """
     demand = _demand(engine, options)
     if machine.has_core_ml() and demand is not None:
@@ -139,7 +139,7 @@ def check_demands_on_stock(engine: str, options: EngineOptions | None) -> None:
 
 _DEFAULT: Final = PythonProgram.host_name
 
-# Functions that return why a host cannot run all methods of a program; the default host first.
+# Host -> function that returns reasons why it cannot run all methods; the default host first.
 _OBSTACLES: Final[
     Mapping[str, Callable[[PteProgram, Sources | None, str | None], tuple[str, ...]]]
 ] = {
@@ -148,7 +148,7 @@ _OBSTACLES: Final[
 }
 
 HOSTS: Final = (AUTO, *_OBSTACLES)
-"""Hosts of ``.pte`` programs: the Python executor, or ExecuTorch's own runtime."""
+"""Names of hosts of ``.pte`` programs: ``auto``, the Python executor, ExecuTorch's runtime."""
 
 
 def load(
@@ -168,12 +168,12 @@ def load(
         pte: Path of a ``.pte``, or its bytes.
         loader: Prepares the Core ML delegates.
         engine: The engine that ``loader`` uses, or ``auto``.
-        options: Its options.
-        data: The data that the program keeps outside.
-        host: One of ``HOSTS``. ``auto`` is ``python``, or ``stock`` where that one alone runs all
+        options: The engine's options.
+        data: External data of the program.
+        host: One of ``HOSTS``. ``auto`` is ``python``, or ``stock`` if only that host runs all
             methods, which is logged with the reason.
-        enable_etdump: See ``runtime.load_program``, as for the next.
-        debug_buffer_size: Bytes.
+        enable_etdump: See ``runtime.load_program``.
+        debug_buffer_size: See ``runtime.load_program``.
 
     Raises:
         CoreMLDelegateError: See ``runtime.load_program``.
@@ -204,7 +204,7 @@ def load(
             enable_etdump=enable_etdump,
             debug_buffer_size=debug_buffer_size,
         )
-        # Delegates are loaded with a method: now, before another loader takes this one's place.
+        # Loading a method loads its delegates: do so before another loader is registered.
         for name in loaded.method_names:
             loaded.load_method(name)
     return loaded
@@ -213,7 +213,7 @@ def load(
 def _choose(
     program: PteProgram, data: Sources | None, demand: str | None
 ) -> tuple[str, RejectedHosts]:
-    """Return the first host that runs all methods, or the default host, which may run some."""
+    """Return the first host that runs all methods, else the default host, which may run some."""
     rejected_hosts: dict[str, tuple[str, ...]] = {}
     for name, obstacles in _OBSTACLES.items():
         reasons = obstacles(program, data, demand)

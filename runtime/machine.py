@@ -1,7 +1,6 @@
-"""The machine that programs run on: whether Core ML is a part of it.
+"""Whether the machine has Core ML.
 
-Everything that depends on that asks ``has_core_ml``, by the name of this module, so that tests
-replace it in one place.
+Callers use ``machine.has_core_ml``, so that tests replace the function in one place.
 """
 
 from __future__ import annotations
@@ -10,5 +9,5 @@ import sys
 
 
 def has_core_ml() -> bool:
-    """Return whether this is macOS, of which Core ML is a part."""
+    """Whether this is macOS, which includes Core ML."""
     return sys.platform == "darwin"

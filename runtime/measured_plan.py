@@ -1,8 +1,8 @@
-"""The cost of each operation of a model, measured, in the form of coremltools' compute plans.
+"""Measured costs of a model's operations, in the form of coremltools' compute plans.
 
-Core ML's plans estimate which share of a prediction each operation takes, and coremltools'
-benchmarker multiplies the time of predictions by it. Where there is no Core ML, an engine that
-times its kernels says it.
+Core ML's plans estimate each operation's share of a prediction, and coremltools' benchmarker
+multiplies the time of predictions by it. Without Core ML, the shares are measured by an engine that
+times its kernels.
 
 Source: coremltools 9.0, ``models/compute_plan.py``.
 """
@@ -26,11 +26,11 @@ _RUNS = 3
 
 
 class MeasuredPlan:
-    """A plan of one function of an mlpackage.
+    """A compute plan of one function of an mlpackage.
 
     Args:
         package: The folder.
-        function_name: The function that is measured; None for the default one.
+        function_name: The function to measure; None for the default function.
         engine: ``auto`` or an engine's name.
         options: How to execute.
 
@@ -51,13 +51,13 @@ class MeasuredPlan:
         self._shares = _shares(model)
 
     def get_compute_device_usage_for_mlprogram_operation(self, _: Any) -> None:
-        """Return None: which processor would run an operation is not known."""
+        """Return None, because the processor that would run an operation is unknown."""
 
     def get_estimated_cost_for_mlprogram_operation(self, operation: Any) -> Any:
-        """Return the share of an operation, 0 to 1; None if it is not measured.
+        """Return an operation's share of the time, 0 to 1; None if it was not measured.
 
         Args:
-            operation: One of ``model_structure``.
+            operation: An operation of ``model_structure``.
         """
         from coremltools.models.compute_plan import MLComputePlanCost
 
@@ -66,7 +66,7 @@ class MeasuredPlan:
 
 
 def _shares(model: Model) -> Mapping[str, float]:
-    """Return the share of each operation in the time of all, by the name of its first output."""
+    """Return each operation's share of the total time, by the name of its first output."""
     rng = np.random.default_rng(0)
     inputs = {
         feature.name: _example(rng, feature.type.dtype.numpy, feature.type.shape or ())

@@ -42,12 +42,12 @@ class Model:
     """One function of a program, compiled by an engine.
 
     Args:
-        program: As read from an mlpackage.
+        program: A program, as read from an mlpackage.
         function_name: None for the program's default function.
         engine: ``auto``, or an engine's name.
         options: How to execute.
         source: The bytes that ``program`` was read from. With them, the compiled function is shared
-            with others that run it, and may be found in the cache. Core ML runs nothing else.
+            with other models that run it, and may be loaded from the cache. Core ML requires them.
 
     Raises:
         ProgramError: No such function.
@@ -88,7 +88,7 @@ class Model:
         """Load a function of the mlpackage that consists of ``files``.
 
         Args:
-            files: Relative POSIX path to content; constants are views of it.
+            files: Relative POSIX path -> content; constants are views of it.
             function_name: See the class.
             engine: See the class.
             options: See the class.
@@ -106,12 +106,12 @@ class Model:
 
     @property
     def engine_name(self) -> str:
-        """Name of the engine that runs it."""
+        """Name of the engine that runs the function."""
         return self._selection.engine_name
 
     @property
     def rejected_engines(self) -> Mapping[str, tuple[str, ...]]:
-        """Why faster engines were rejected, by engine name."""
+        """Reasons why faster engines were rejected, by engine name."""
         return self._selection.rejected_engines
 
     @property
@@ -121,7 +121,7 @@ class Model:
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Names of the outputs, in declaration order; without a classifier's label."""
+        """Names of the outputs, in declaration order, without a classifier's label."""
         return tuple(f.name for f in self.function.outputs)
 
     @property
@@ -148,7 +148,7 @@ class Model:
         """Return a new state, all zeros, to pass to ``predict``; None for a stateless function.
 
         Raises:
-            ExecutionError: It does not fit into memory.
+            ExecutionError: The state does not fit into memory.
         """
         limits.require_memory(_state_nbytes(self.function), "the state")
         return self._compiled.make_state()
@@ -157,30 +157,30 @@ class Model:
         """Run once.
 
         Args:
-            inputs: Arrays (anything ``numpy.asarray`` takes) by input name. A dtype of the same
-                kind as the declared one is cast. An image is a picture of Pillow, or an array of
-                pixels from 0 to 255, [1, C, H, W].
+            inputs: Arrays (anything that ``numpy.asarray`` accepts) by input name. A dtype of the
+                same kind as the declared dtype is cast. An image is a picture of Pillow, or an
+                array of pixels from 0 to 255, [1, C, H, W].
             state: From ``make_state``; updated in place.
 
         Returns:
-            Arrays by output name, in declaration order. Of a classifier, the label of the most
-            probable class, and a dictionary of probabilities by label.
+            Arrays by output name, in declaration order. For a classifier, also the label of the
+            most probable class, and a dictionary of probabilities by label.
 
         Raises:
-            InputError: A name, shape, dtype or picture that the function does not take.
+            InputError: A name, shape, dtype or picture that the function does not accept.
             ExecutionError: An op failed.
         """
         return with_labels(self.compute(inputs, state), self.classifiers)
 
     def compute(self, inputs: Mapping[str, Any], state: State | None = None) -> dict[str, Array]:
-        """Run once, as ``predict``, and return tensors only.
+        """Run once, as ``predict`` does, and return only tensors.
 
         Args:
             inputs: See ``predict``.
             state: See ``predict``.
 
         Returns:
-            Arrays by output name; of a classifier the probabilities, in the order of its labels.
+            Arrays by output name; for a classifier the probabilities, in the order of its labels.
 
         Raises:
             CoreMLDelegateError: See ``predict``.
@@ -193,15 +193,15 @@ class Model:
         """Run once on the reference engine and pass every value to ``listener``.
 
         Args:
-            inputs: As ``predict`` takes them.
-            listener: Receives every value, in nested blocks and each iteration of a loop too.
-            state: From ``make_state``; read, and left as it is.
+            inputs: See ``predict``.
+            listener: Receives every value, including nested blocks and each iteration of a loop.
+            state: From ``make_state``; it is not changed.
 
         Returns:
-            Arrays by output name, as the reference engine computes them.
+            Arrays by output name, computed by the reference engine.
 
         Raises:
-            InputError: A name, shape or dtype that the function does not take.
+            InputError: A name, shape or dtype that the function does not accept.
             UnsupportedOpError: The reference engine lacks an op.
             ExecutionError: An op failed.
         """
@@ -217,10 +217,10 @@ class Model:
         """Find where the program loses its numbers: the first NaN, overflow or large error.
 
         Args:
-            inputs: As ``predict`` takes them.
-            state: From ``make_state``; read, and left as it is.
-            min_sqnr_db: A value is inaccurate if its ratio of signal to error, against the program
-                computed in fp32, is lower.
+            inputs: See ``predict``.
+            state: From ``make_state``; it is not changed.
+            min_sqnr_db: Ratio of signal to error in dB, against the program computed in fp32, below
+                which a value is inaccurate.
 
         Raises:
             CoreMLDelegateError: As ``trace``.
@@ -236,22 +236,22 @@ class Model:
     def native_call(
         self, inputs: Sequence[str], outputs: Sequence[str], state: State | None
     ) -> NativeCall | None:
-        """Return how to run without Python, if that is possible.
+        """Return a call that runs without Python; None if that is impossible.
 
         Args:
-            inputs: Names, in the order in which calls pass the tensors.
-            outputs: Likewise.
-            state: What calls read and write; from ``make_state``.
+            inputs: Names of the inputs, in the order in which calls pass the tensors.
+            outputs: Names of the outputs, in the order in which calls pass the tensors.
+            state: The state that calls read and write, from ``make_state``.
         """
         interface = self._native_interface(inputs, outputs)
         return None if interface is None else self._compiled.native_call(interface, state)
 
     def native_program(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeProgram | None:
-        """Return what is loaded where there is no Python, if that is possible.
+        """Return the form of the function that runs without Python; None if that is impossible.
 
         Args:
-            inputs: As for ``native_call``.
-            outputs: Likewise.
+            inputs: See ``native_call``.
+            outputs: See ``native_call``.
         """
         interface = self._native_interface(inputs, outputs)
         if interface is None:
@@ -259,7 +259,7 @@ class Model:
         return self._compiled.native_program(interface, self._shapes.enumerated())
 
     def native_obstacle(self) -> str | None:
-        """Return why calls need Python; None if ``native_call`` returns one that does not."""
+        """Return the reason why calls need Python, or None if native calls are possible."""
         return self._shapes.native_obstacle or self._compiled.native_obstacle()
 
     def _native_interface(
@@ -271,19 +271,19 @@ class Model:
         return NativeInterface(tuple(inputs), tuple(outputs), limits)
 
     def prepare_native_calls(self) -> None:
-        """Make calls without Python from now on; see ``CompiledFunction.prepare_native_calls``.
+        """Make later calls without Python; see ``CompiledFunction.prepare_native_calls``.
 
-        It takes some milliseconds, and gains as many microseconds for each call.
+        Takes some milliseconds, and saves as many microseconds in each call.
         """
         self._compiled.prepare_native_calls()
 
     def prepare_shapes(self) -> None:
-        """Compile for every enumerated shape now, instead of when a call first brings it."""
+        """Compile for every enumerated shape now, rather than at the first call with it."""
         for shapes in self._shapes.enumerated():
             self._compiled.prepare_shape(shapes)
 
     def run_unchecked(self, inputs: Mapping[str, Array], state: State | None) -> dict[str, Array]:
-        """Run as ``predict`` without checks: names, shapes and dtypes must be right."""
+        """Run as ``compute`` does, without checks: names, shapes and dtypes must be right."""
         return self._compiled(inputs, state)
 
     def run_profiled(
@@ -293,10 +293,10 @@ class Model:
         return self._compiled.run_profiled(inputs, state)
 
     def with_outputs(self, outputs: Sequence[Feature]) -> Model:
-        """Return a model that computes other values of the function, on the same engine.
+        """Return a model with other values of the function as outputs, on the same engine.
 
         Args:
-            outputs: Named after values of the function's own block, with their types.
+            outputs: Names and types of values of the function's outermost block.
 
         Raises:
             CoreMLDelegateError: See ``compile_function``.
@@ -322,7 +322,7 @@ class Model:
         return self._shapes.names
 
     def check_shapes(self, arrays: Mapping[str, Array]) -> None:
-        """Refuse shapes that the function does not take.
+        """Refuse shapes that the function does not accept.
 
         Args:
             arrays: Arrays by input name, at least of ``flexible_inputs``.
@@ -333,7 +333,7 @@ class Model:
         self._shapes.check({name: arrays[name].shape for name in self._shapes.names})
 
     def param_dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """Dtype of each input as the MIL program takes it, in declaration order."""
+        """Return the dtype of each parameter of the MIL function, in declaration order."""
         return tuple(self._param_dtypes[name].numpy for name in self.input_names)
 
     @functools.cached_property
@@ -371,7 +371,7 @@ class Model:
 
 
 def with_labels(outputs: Mapping[str, Array], classifiers: Sequence[Classifier]) -> dict[str, Any]:
-    """Return outputs with the label, and with probabilities by label, of each classifier."""
+    """Return outputs with each classifier's label, and its probabilities by label."""
     results: dict[str, Any] = dict(outputs)
     for classifier in classifiers:
         values = outputs[classifier.probabilities].reshape(-1).tolist()
@@ -414,8 +414,8 @@ def cast_input(array: Array, dtype: np.dtype[Any], name: str) -> Array:
     """Return ``array`` as ``dtype``, the same object if it has that dtype already.
 
     Args:
-        array: Any shape.
-        dtype: The dtype that the program takes.
+        array: Array of any shape.
+        dtype: The dtype of the program's parameter.
         name: Name of the input, for errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Functions that run without Python: how they are called, with addresses of tensors."""
+"""Functions that run without Python, called with addresses of tensors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 from coreml_delegate.runtime.snapshots import Array
 
 HEADER: Final = "native_calls.h"
-"""The header that says how native functions are called."""
+"""The header that declares the interface of native functions."""
 
 VERSION: Final = 3
-"""Version of the header and of the format in which functions and models are described; equal to
+"""Version of the header and of the description of functions and models; equal to
 ``kNativeVersion`` of the header."""
 
 SMALL: Final = 4 << 20
-"""Size of a model, in bytes, up to which native calls are made ready when it is loaded: 15 ms
-for a model of 2 MB on a busy machine. Calls of a larger model take long enough by themselves."""
+"""Size of a model, in bytes, up to which native calls are prepared when it is loaded: 15 ms
+for a model of 2 MB on a busy machine. For larger models the overhead of a call is negligible."""
 
 
 def header() -> bytes:
@@ -35,9 +35,9 @@ class SizeLimit:
     """The sizes that a dimension of an input may have.
 
     Attributes:
-        low: The smallest.
-        high: The largest, or None.
-        same_as: Number of an input and of a dimension of it that has to have the same size.
+        low: The smallest size.
+        high: The largest size, or None.
+        same_as: (input, dimension), by number, that must have the same size, or None.
     """
 
     low: int
@@ -46,8 +46,8 @@ class SizeLimit:
 
 
 InputLimits = tuple[SizeLimit, ...] | None
-"""The limits of the dimensions of one input, in order; None if the shapes of the compiled models
-are its only limits."""
+"""The limits of the dimensions of one input, in order; None if only the shapes of the compiled
+models limit them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class NativeInterface:
 
     Attributes:
         inputs: Feature names, in the order in which calls pass the tensors.
-        outputs: Likewise.
+        outputs: Feature names, in the order in which calls pass the tensors.
         limits: The sizes that each input may have.
     """
 
@@ -67,12 +67,12 @@ class NativeInterface:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class NativeCall:
-    """The way to run a function without Python, for as long as this object lives.
+    """A call of a function without Python, valid for the lifetime of this object.
 
     Attributes:
-        run: Address of a ``NativeRun``; ``native_calls.h`` says what it takes. Any thread may call
-            it at any time, if the function has no states.
-        model: Its first argument.
+        run: Address of a ``NativeRun``; see ``native_calls.h`` for its arguments. Any thread may
+            call it at any time, if the function has no states.
+        model: The first argument of ``run``.
     """
 
     run: int
@@ -84,9 +84,9 @@ class NativeModel:
     """A compiled model of a function.
 
     Attributes:
-        words: The description of its ports and states, int64 numbers that ``native_calls.cpp``
-            reads.
-        content: What the engine exports of it.
+        words: The description of the model's ports and states, int64 numbers that
+            ``native_calls.cpp`` reads.
+        content: The engine's export of the model.
     """
 
     words: tuple[int, ...]
@@ -95,14 +95,14 @@ class NativeModel:
 
 @dataclass(frozen=True, slots=True)
 class NativeProgram:
-    """A function, as it is loaded without Python.
+    """The form of a function that is loaded without Python.
 
     Attributes:
-        machine: What the models depend on besides the program: versions, and the CPU.
+        machine: Versions and the CPU, on which the models depend.
         device: Name of the engine's device.
         config: Names and values of the engine's properties.
-        words: The description of the function, as ``NativeModel.words``.
-        models: One, or one for each of its input shapes.
+        words: The description of the function, like ``NativeModel.words``.
+        models: One model, or one for each combination of enumerated input shapes.
     """
 
     machine: str
@@ -140,7 +140,7 @@ NATIVE_RESIZE: Final = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_int64),
     ctypes.c_uint64,
 )
-"""Type of what gives outputs other sizes."""
+"""Type of the callback that resizes outputs."""
 
 NATIVE_RUN: Final = ctypes.CFUNCTYPE(
     ctypes.c_int32,
@@ -163,17 +163,17 @@ SCALAR_TYPES: Final[Mapping[str, int]] = {
     "float64": 7,
     "bool": 11,
 }
-"""Numbers of torch's scalar types, in which a native call is told of dtypes."""
+"""numpy dtype -> number of torch's scalar type, by which native calls identify dtypes."""
 
 ArrayType = tuple[str, np.dtype[Any], tuple[int, ...]]
 """Name, dtype and shape of an array."""
 
 _COPIED: Final = 1 << 16
-"""Size of arrays, in bytes, up to which they are copied: finding an address takes a microsecond."""
+"""Bytes up to which arrays are copied, because getting an address takes a microsecond."""
 
 
 class _Frame:
-    """The arguments of one call at a time, with memory for small arrays."""
+    """The arguments of a call, with memory for small arrays; for one call at a time."""
 
     def __init__(self, inputs: Sequence[ArrayType], outputs: Sequence[ArrayType]) -> None:
         self.arguments: Any = (NativeArgument * (len(inputs) + len(outputs)))()
@@ -189,12 +189,12 @@ class _Frame:
 
 
 class ArrayCall:
-    """A native call with NumPy's arrays. May be used by several threads.
+    """A native call with NumPy arrays. It may be used by several threads.
 
     Args:
         call: The native call.
-        inputs: In its order.
-        outputs: Likewise.
+        inputs: Inputs in the order of the call.
+        outputs: Outputs in the order of the call.
     """
 
     def __init__(
@@ -211,10 +211,10 @@ class ArrayCall:
         """Run once.
 
         Args:
-            inputs: Of the dtypes and shapes given, any strides.
+            inputs: Arrays by name, in the dtypes and shapes of the constructor, with any strides.
 
         Returns:
-            New arrays; None if the call has to be made in another way.
+            New arrays by name; None if the native call declined the arguments.
         """
         try:
             frame = self._idle.pop()  # atomic, so no lock
@@ -222,7 +222,7 @@ class ArrayCall:
             frame = _Frame(*self._types)
         arguments, buffers = frame.arguments, frame.buffers
         results: dict[str, Array] = {}
-        held: list[Array] = []  # until the call is over
+        alive: list[Array] = []  # keeps the memory of inputs until the call ends
         for n, name in self._inputs:
             buffer = buffers[n]
             if buffer is not None:
@@ -230,7 +230,7 @@ class ArrayCall:
                 continue
             array = np.ascontiguousarray(inputs[name])
             arguments[n].data = array.ctypes.data
-            held.append(array)
+            alive.append(array)
         for n, name, dtype, shape in self._outputs:
             if buffers[n] is None:
                 results[name] = array = np.empty(shape, dtype)
@@ -239,7 +239,7 @@ class ArrayCall:
         if has_run:
             for n, name, _, _ in self._outputs:
                 buffer = buffers[n]
-                # In the order of the outputs.
+                # Reinserted, for the order of the outputs.
                 results[name] = results.pop(name) if buffer is None else buffer.copy()
         self._idle.append(frame)
         return results if has_run else None

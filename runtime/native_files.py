@@ -1,14 +1,14 @@
 """Files from which applications without Python run delegates; ``native_backend.cpp`` reads them.
 
-A file is an entry of a cache, ``native`` in the folder of all caches. Its key is a digest of the
-delegate and of what compiled models depend on: an application computes it from what it finds in the
-``.pte``. The payload, numbers being little-endian of 64 bits::
+A file is an entry of the cache ``native`` in the folder of all caches. Its key is a digest of the
+delegate and of ``NativeProgram.machine``, which an application computes from the ``.pte``. The
+payload, with numbers of 64 bits, little-endian::
 
     size of the texts, number of pairs, of words of the function, of models
-    texts     device, and name and value of each property, each with a zero behind it
+    texts     device, and name and value of each property, each followed by a zero byte
     words     of the function
     models    number of words, offset and size of the content, words
-    contents  each from a multiple of 4096 on, counted from the start of the payload
+    contents  each aligned to 4096 bytes from the start of the payload
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coreml_delegate.runtime.native import VERSION, NativeProgram
 FOLDER: Final = "native"
 """Folder of these files, in the folder of all caches."""
 
-# With another version, files have other keys.
+# Part of the key, so that files of other versions are not found.
 _SCHEMA: Final = f"coreml-delegate native {VERSION}"
 _PAGE: Final = 4096
 
@@ -36,16 +36,16 @@ def write_native_file(
     """Write the file of a delegate.
 
     Args:
-        options: Where the cache is, and how large it may grow.
-        program: What the delegate runs.
-        method: The method that it belongs to.
-        processed: Its bytes in the ``.pte``.
+        options: Location and size limit of the cache.
+        program: The delegate's function.
+        method: The method that the delegate belongs to.
+        processed: The delegate's bytes in the ``.pte``.
 
     Returns:
-        Whether it has been written: the cache may have no room for it.
+        Whether the file was written; the cache may have no room.
     """
     key = native_file_key(program.machine, method, processed)
-    # An application would miss a file that another program's displaces.
+    # Other files must not be dropped, because their applications need them.
     return EntryCache(options, drops_others=False).write(key, {"method": method}, *_parts(program))
 
 
@@ -66,12 +66,12 @@ def native_file_key(machine: str, method: str, processed: Buffer) -> bytes:
 
 def _parts(program: NativeProgram) -> Iterator[bytes]:
     texts = [program.device, *(text for pair in program.config for text in pair)]
-    text = b"".join(each.encode() + b"\0" for each in texts)
+    text = b"".join(part.encode() + b"\0" for part in texts)
     text += bytes(-len(text) % 8)
     words = _words(program.words)
     head = _words((len(text), len(program.config), len(program.words), len(program.models)))
-    described = sum(8 * (3 + len(model.words)) for model in program.models)
-    end = len(head) + len(text) + len(words) + described
+    model_bytes = sum(8 * (3 + len(model.words)) for model in program.models)
+    end = len(head) + len(text) + len(words) + model_bytes
     models, contents = list[bytes](), list[bytes]()
     for model in program.models:
         padding = -end % _PAGE

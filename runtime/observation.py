@@ -1,7 +1,7 @@
 """Observe the calls of a delegate: the time of each op, and the values that ops compute.
 
-ExecuTorch's developer tools know an operation by its debug symbol, which the blob's debug info maps
-to the calls of the original program.
+ExecuTorch's developer tools identify an op by its debug symbol, which the blob's debug info maps to
+calls of the original program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coreml_delegate.runtime.mil.program import Feature, Function, NamedType, Te
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.program.delegate_interface import OpEvent
 
-# The first of these that a kernel computes takes its time; what is fused with it comes for free.
+# A kernel's time belongs to the first of these ops that it computes; fused ops have no time.
 _LEADING = frozenset(
     {
         *("conv", "conv_transpose", "linear", "matmul", "einsum", "scaled_dot_product_attention"),
@@ -29,11 +29,11 @@ _LEADING = frozenset(
 
 
 class Observer:
-    """Runs a model and tells what its ops did.
+    """Runs a model, and reports times and values of its ops.
 
     Args:
-        model: Compiled with ``profiling``.
-        info: Debug info of its blob, if there is any.
+        model: A model that was compiled with ``profiling``.
+        info: Debug info of the model's blob, or None.
     """
 
     def __init__(self, model: Model, info: DebugInfo | None) -> None:
@@ -41,10 +41,12 @@ class Observer:
         self._ops = model.function.block.ops
         self._symbols = debug_symbols(model.function, info)
         self._handles = {} if info is None else info.handles
-        wanted = {} if info is None else info.with_value
-        # Number of results of the call whose value an op has, by the op's position.
+        result_counts = {} if info is None else info.with_value
+        # Index of an op that computes the value of a call -> number of the call's results.
         self._with_value = {
-            place: wanted[symbol] for place, symbol in self._symbols.items() if symbol in wanted
+            index: result_counts[symbol]
+            for index, symbol in self._symbols.items()
+            if symbol in result_counts
         }
         self._watched: Model | None = None
         self._work = Work(model.function)
@@ -56,13 +58,13 @@ class Observer:
         """Run once.
 
         Args:
-            inputs: By feature name, checked.
-            state: Of the model; the values are computed first, and leave it as it is.
-            with_values: Whether the values of ops are wanted: the call is then computed twice.
+            inputs: Checked arrays by feature name.
+            state: State of the model. Values are computed first, without changing it.
+            with_values: Whether to report values of ops, for which the call is computed twice.
 
         Returns:
-            The outputs, and the ops in order of execution. Those with values come first: of several
-            events for one call of the program, ExecuTorch's Inspector takes the first.
+            The outputs, and the events in order of execution. Events with values come first,
+            because ExecuTorch's Inspector reads only the first event of a call.
 
         Raises:
             ExecutionError: An op failed.
@@ -73,18 +75,19 @@ class Observer:
         events = self._events(kernels, start, values)
         if not with_values:
             return outputs, tuple(events)
-        compared = {handle for event in events if event.values for handle in self._of(event)}
-        # Inspector fails at a call that has an event and no value: such an op is logged by a name
-        # that is no symbol, and has no call.
-        told = [
+        compared = {handle for event in events if event.values for handle in self._calls(event)}
+        # Inspector fails at a call that has an event and no value. So such an op is logged by a
+        # name that is no symbol, and belongs to no call.
+        reported = [
             event
-            if event.values or not compared.isdisjoint(self._of(event))
+            if event.values or not compared.isdisjoint(self._calls(event))
             else replace(event, symbol=" ".join(reversed(event.symbol.rsplit(":", 1))))
             for event in events
         ]
-        return outputs, tuple(sorted(told, key=lambda event: not event.values))
+        return outputs, tuple(sorted(reported, key=lambda event: not event.values))
 
-    def _of(self, event: OpEvent) -> Sequence[int]:
+    def _calls(self, event: OpEvent) -> Sequence[int]:
+        """Return the debug handles of the calls that an op computes."""
         return self._handles.get(event.symbol, ())
 
     def _events(
@@ -92,54 +95,56 @@ class Observer:
     ) -> list[OpEvent]:
         events: dict[int, OpEvent] = {}
         for kernel in kernels:
-            places = [place for place in kernel.ops if place in self._symbols]
-            leading = next((p for p in places if self._ops[p].type in _LEADING), None)
-            owner = places[0] if leading is None and places else leading
-            described: dict[str, object] = {
+            indices = [index for index in kernel.ops if index in self._symbols]
+            leading = next(
+                (op_index for op_index in indices if self._ops[op_index].type in _LEADING), None
+            )
+            owner = indices[0] if leading is None and indices else leading
+            details: dict[str, object] = {
                 "kernel": kernel.kernel,
-                "ops": [self._symbols[p] for p in places],
+                "ops": [self._symbols[op_index] for op_index in indices],
             }
             if kernel.is_mean:
-                described["mean"] = True
-            for place in places:
-                spent = kernel.nanoseconds if place == owner else 0
-                known = events.get(place)
-                if known is not None:  # a layout is changed for it, say
-                    longer = described if spent > known.nanoseconds else known.kernel
-                    spent += known.nanoseconds
-                    events[place] = replace(known, nanoseconds=spent, kernel=longer)
+                details["mean"] = True
+            for index in indices:
+                spent = kernel.nanoseconds if index == owner else 0
+                previous = events.get(index)
+                if previous is not None:  # the op has several kernels, such as a reorder
+                    longer = details if spent > previous.nanoseconds else previous.kernel
+                    spent += previous.nanoseconds
+                    events[index] = replace(previous, nanoseconds=spent, kernel=longer)
                     continue
-                events[place] = OpEvent(
-                    self._symbols[place], start, spent, described, values.get(place, ())
+                events[index] = OpEvent(
+                    self._symbols[index], start, spent, details, values.get(index, ())
                 )
             start += kernel.nanoseconds
-        for place, work in self._work_in(kernels).items():
-            events[place] = replace(events[place], kernel={**events[place].kernel, **work})
-        # What the engine has left out, a cast in fp32 say, has a value still.
-        for place, computed in values.items():
-            if place not in events:
-                events[place] = OpEvent(self._symbols[place], start, 0, {"kernel": ""}, computed)
+        for index, work in self._work_in(kernels).items():
+            events[index] = replace(events[index], kernel={**events[index].kernel, **work})
+        # Ops that the engine has removed, such as casts in fp32, still have values.
+        for index, computed in values.items():
+            if index not in events:
+                events[index] = OpEvent(self._symbols[index], start, 0, {"kernel": ""}, computed)
         return list(events.values())
 
     def _work_in(self, kernels: Sequence[KernelTime]) -> dict[int, dict[str, int]]:
-        """Return the known work of each op that kernels compute, by its position."""
+        """Return the known work of each op that kernels compute, by the op's index."""
         key = tuple(kernel.ops for kernel in kernels)
         if key not in self._work_of:
             fused: dict[int, set[int]] = {}
             for kernel in kernels:
-                for place in kernel.ops:
-                    fused.setdefault(place, set()).update(kernel.ops)
+                for index in kernel.ops:
+                    fused.setdefault(index, set()).update(kernel.ops)
             self._work_of[key] = {
-                place: {
+                index: {
                     name: number
                     for name, number in (
-                        ("flops", self._work.flops(place)),
-                        ("bytes", self._work.bytes_moved(place, together)),
+                        ("flops", self._work.flops(index)),
+                        ("bytes", self._work.bytes_moved(index, fused_with)),
                     )
                     if number is not None
                 }
-                for place, together in fused.items()
-                if place in self._symbols
+                for index, fused_with in fused.items()
+                if index in self._symbols
             }
         return self._work_of[key]
 
@@ -147,40 +152,40 @@ class Observer:
         self, inputs: Mapping[str, Array], state: State | None
     ) -> dict[int, tuple[Array, ...]]:
         if self._watched is None:
-            outputs = [out for place in self._with_value for out in self._ops[place].outputs]
+            outputs = [out for index in self._with_value for out in self._ops[index].outputs]
             self._watched = self._model.with_outputs(_features(outputs))
         own = self._watched.make_state()
         if own is not None and state is not None:
             own.restore(state.snapshot())
         computed = self._watched.run_unchecked(inputs, own)
         return {
-            place: _padded([computed[out.name] for out in self._ops[place].outputs], count)
-            for place, count in self._with_value.items()
-            if all(out.name in computed for out in self._ops[place].outputs)
+            index: _padded([computed[out.name] for out in self._ops[index].outputs], count)
+            for index, count in self._with_value.items()
+            if all(out.name in computed for out in self._ops[index].outputs)
         }
 
 
 def debug_symbols(function: Function, info: DebugInfo | None) -> dict[int, str]:
-    """Return the debug symbol of each op, by its position among those of the function.
+    """Return the debug symbol of each op, by index in the function's block.
 
     Args:
         function: Function of a delegate's program.
-        info: Debug info of the delegate's blob, if there is any.
+        info: Debug info of the delegate's blob, or None.
     """
-    known: dict[tuple[str, str], str] = {}
+    symbols: dict[tuple[str, str], str] = {}
     for symbol, path in () if info is None else info.paths.items():
         names = {step.get("Name") for step in path if step.get("Type") == "Function"}
         if names == {function.name} and path and "Output" in path[-1]:
-            known[path[-1]["Output"], path[-1].get("Operator", "")] = symbol
+            symbols[path[-1]["Output"], path[-1].get("Operator", "")] = symbol
     return {
-        place: known.get((op.outputs[0].name, op.type), debug_symbol(op.outputs[0].name, op.type))
-        for place, op in enumerate(function.block.ops)
+        index: symbols.get((op.outputs[0].name, op.type), debug_symbol(op.outputs[0].name, op.type))
+        for index, op in enumerate(function.block.ops)
         if op.outputs and not op.type.startswith("const")
     }
 
 
 def _padded(values: list[Array], count: int) -> tuple[Array, ...]:
-    """Return ``count`` values; those that are missing are empty."""
+    """Return ``values``, padded with empty arrays to ``count``."""
     return (*values, *(np.empty(0, np.float32) for _ in range(count - len(values))))
 
 

@@ -1,7 +1,7 @@
-"""Errors that name the op they happened at.
+"""Errors that name the op where they occurred.
 
-Kernels, translations and delegates raise anything. The code that runs an op passes the exception to
-:func:`blame`, which raises an error with the op's name; errors of nested ops have a name already.
+Kernels, translations and delegates may raise any exception. The code that runs an op passes it to
+:func:`blame`, which raises an error with the op's name; errors of nested ops already have a name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from coreml_delegate.errors import CoreMLDelegateError, ExecutionError, Unsuppor
 
 
 class OpError(CoreMLDelegateError):
-    """An error whose message names the op; the ops around that op pass it on."""
+    """An error with the op's name in its message; enclosing ops raise it unchanged."""
 
 
 class OpExecutionError(OpError, ExecutionError):
@@ -36,12 +36,12 @@ def blame(
     Args:
         error: The exception being handled.
         kind: Class of the new error.
-        what: Names the op and says what is wrong.
-        got: The op's operands, for a reader.
+        what: The op and the problem.
+        got: The op's operands, as text.
         remedy: What the caller can do, in the imperative.
 
     Raises:
-        OpError: Caused by ``error``; ``error`` itself if it names an op already.
+        OpError: Caused by ``error``; ``error`` itself if it already names an op.
     """
     if isinstance(error, OpError):
         raise error
@@ -49,18 +49,18 @@ def blame(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; the name of its class if there is none."""
+    """Return the first line of an error's message, or the class name if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of a message, where OpenVINO says what is wrong; or the class name."""
+    """Return the last line of an error's message, OpenVINO's reason, or else the class name."""
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
 
 
 def summary(error: BaseException) -> str:
-    """Return the class of an error, and the first line of its message if it has one."""
+    """Return the class name of an error, with the first line of its message unless it is empty."""
     name = type(error).__name__
     return f"{name}: {first_line(error)}" if str(error).strip() else name

@@ -1,7 +1,7 @@
-"""Pictures of Pillow as the pixels of image features, and back.
+"""Convert between Pillow's pictures and the pixels of image features.
 
-A program takes pixels as floats from 0 to 255, with one channel or three, in the order of its color
-space; it scales them itself.
+A program's pixels are floats from 0 to 255, with one channel or three, in the order of its color
+space; the program scales them.
 
 Source: ``ImageFeatureType`` in coremltools' ``FeatureTypes.proto``.
 """
@@ -24,10 +24,10 @@ MODES = {
     ColorSpace.GRAYSCALE: "L",
     ColorSpace.GRAYSCALE_FLOAT16: "F",
 }
-"""Mode of Pillow by the color space of an image feature."""
+"""Color space of an image feature -> Pillow's mode."""
 
 BRIGHTEST = 255
-"""The largest value of a pixel, of 8 bits."""
+"""The largest value of an 8-bit pixel."""
 
 
 def is_picture(value: object) -> bool:
@@ -39,7 +39,7 @@ def picture_to_array(picture: Any, feature: Feature) -> Array:
     """Convert a ``PIL.Image.Image`` to the array of an image feature.
 
     Args:
-        picture: Picture of mode ``RGB``, ``L`` or ``F``, as the color space demands.
+        picture: Picture of mode ``RGB``, ``L`` or ``F``, depending on the color space.
         feature: An image feature.
 
     Returns:
@@ -95,8 +95,8 @@ def array_to_picture(pixels: Array, color_space: ColorSpace) -> Any:
     plane = pixels.astype(np.float32)[0]
     if color_space is ColorSpace.GRAYSCALE_FLOAT16:
         return image.fromarray(plane[0])
-    whole = np.rint(plane.clip(0, BRIGHTEST)).astype(np.uint8)
+    rounded = np.rint(plane.clip(0, BRIGHTEST)).astype(np.uint8)
     if color_space is ColorSpace.GRAYSCALE:
-        return image.fromarray(whole[0])
-    ordered = whole[::-1] if color_space is ColorSpace.BGR else whole
+        return image.fromarray(rounded[0])
+    ordered = rounded[::-1] if color_space is ColorSpace.BGR else rounded
     return image.fromarray(np.ascontiguousarray(ordered.transpose(1, 2, 0)))

@@ -1,7 +1,7 @@
-"""Pipelines: models of one package that run one after the other, values passed on by name.
+"""Pipelines: models of a package that run one after the other and pass on values by name.
 
-A pipeline consists of ML Programs and non-maximum suppression, as exports of detectors do, or of
-other pipelines. Every ML Program becomes a package of its own, with the weight files of all.
+A pipeline consists of ML Programs and non-maximum suppression, as in exports of detectors, or of
+other pipelines. Every ML Program becomes a separate package, with all weight files.
 
 Source: ``Model.proto`` (``Pipeline``) and ``NonMaximumSuppression.proto`` of coremltools.
 """
@@ -32,7 +32,7 @@ from coreml_delegate.runtime.snapshots import Array
 _SUPPRESSION = "nonMaximumSuppression"
 
 Files: TypeAlias = Mapping[str, Buffer]
-"""An mlpackage: relative POSIX path to content."""
+"""An mlpackage: relative POSIX path -> content."""
 
 
 class Stage(Protocol):
@@ -50,7 +50,7 @@ class Stage(Protocol):
 
     @property
     def classifiers(self) -> tuple[Classifier, ...]:
-        """The labels of classifiers among its models."""
+        """Labels of the classifiers among the models."""
         ...
 
     def compute(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
@@ -60,21 +60,21 @@ class Stage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Suppression:
-    """Non-maximum suppression of boxes, the model that ends an object detector.
+    """Non-maximum suppression of boxes, the last model of an object detector.
 
-    Boxes whose best class is below the confidence threshold go. Of two boxes whose intersection
-    over union is beyond the other threshold, that of lower confidence goes. Those that remain come
-    in order of confidence.
+    Drops boxes whose highest confidence is below the confidence threshold. Of two boxes whose
+    intersection over union exceeds the other threshold, drops the box of lower confidence. Returns
+    boxes in order of confidence.
 
     Attributes:
-        confidence: Input [boxes, classes].
-        coordinates: Input [boxes, 4]: centre x, centre y, width, height.
-        iou_threshold: Optional input, a number, and its default; its name may be empty.
-        confidence_threshold: Likewise.
-        output_names: Of confidence and coordinates of the boxes that remain.
-        per_class: Whether a box only suppresses those of the same best class.
-        fewest: Boxes to return at least: what is missing is 0.
-        most: Boxes to return at most, or None.
+        confidence: Name of the input [boxes, classes].
+        coordinates: Name of the input [boxes, 4]: centre x, centre y, width, height.
+        iou_threshold: Optional input, a number, with its default; its name may be empty.
+        confidence_threshold: Optional input, a number, with its default; its name may be empty.
+        output_names: Names of the outputs: confidence and coordinates.
+        per_class: Whether a box suppresses only boxes of the same best class.
+        fewest: Least number of boxes to return; missing boxes are 0.
+        most: Largest number of boxes to return, or None.
     """
 
     confidence: str
@@ -91,7 +91,7 @@ class Suppression:
         """Read a ``Model`` message of non-maximum suppression.
 
         Raises:
-            BlobFormatError: The outputs ask for different numbers of boxes.
+            BlobFormatError: The outputs declare different numbers of boxes.
         """
         content = message.nonMaximumSuppression
         names = content.confidenceOutputFeatureName, content.coordinatesOutputFeatureName
@@ -116,7 +116,7 @@ class Suppression:
 
     @property
     def inputs(self) -> tuple[Feature, ...]:
-        """The arrays, and the thresholds that have names."""
+        """The arrays, and the named thresholds."""
         arrays = (
             Feature(self.confidence, TensorType(DType.FP32, (None, None))),
             Feature(self.coordinates, TensorType(DType.FP32, (None, 4))),
@@ -126,21 +126,21 @@ class Suppression:
 
     @property
     def outputs(self) -> tuple[Feature, ...]:
-        """Confidence and coordinates of the boxes that remain."""
+        """Confidence and coordinates of the remaining boxes."""
         rows = self.fewest if self.fewest == self.most else None
         sizes = zip(self.output_names, (None, 4), strict=True)
         return tuple(Feature(name, TensorType(DType.FP32, (rows, size))) for name, size in sizes)
 
     @property
     def classifiers(self) -> tuple[Classifier, ...]:
-        """None."""
+        """Empty: no classifiers."""
         return ()
 
     def compute(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
         """Suppress boxes.
 
         Args:
-            inputs: By name; a threshold may be missing.
+            inputs: Arrays by name; thresholds may be missing.
 
         Raises:
             InputError: A shape does not fit.
@@ -171,7 +171,7 @@ class Suppression:
 
 
 def _rows(array: Any) -> tuple[int, int | None]:
-    """Return the fewest and the most rows that the description of an array allows."""
+    """Return the least and the largest number of rows that an array's description allows."""
     kind = array.WhichOneof("ShapeFlexibility")
     if kind == "shapeRange" and array.shapeRange.sizeRanges:
         rows = array.shapeRange.sizeRanges[0]
@@ -187,7 +187,7 @@ def _threshold(name: str, default: float) -> Feature:
 
 
 def _number(feature: Feature, inputs: Mapping[str, Any]) -> float:
-    """Return the number that is passed for an optional input, or its default."""
+    """Return the value of an optional input, or its default."""
     value = np.asarray(inputs.get(feature.name, feature.default))
     if value.size != 1 or value.dtype.kind not in "fiu":
         raise InputError(
@@ -200,12 +200,12 @@ def _number(feature: Feature, inputs: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSpec:
-    """A pipeline as its package has it, before anything is compiled.
+    """A pipeline as read from its package, before compilation.
 
     Attributes:
-        stages: In order; an ML Program is an mlpackage of its own.
-        inputs: Names.
-        outputs: Names.
+        stages: Models in order; an ML Program is a separate mlpackage.
+        inputs: Names of the inputs.
+        outputs: Names of the outputs.
     """
 
     stages: tuple[Files | Suppression | PipelineSpec, ...]
@@ -222,7 +222,7 @@ class PipelineSpec:
 
 
 def read_pipeline(files: Files) -> PipelineSpec | None:
-    """Read the pipeline of an mlpackage; None if the package has a single model of another type.
+    """Return the pipeline of an mlpackage; None if its model is not a pipeline or suppression.
 
     Raises:
         BlobFormatError: A part is missing or malformed.
@@ -282,13 +282,13 @@ class Pipeline:
     """Models that run one after the other.
 
     Args:
-        spec: Read from a package.
+        spec: A pipeline, as read from a package.
         engine: ``auto``, or an engine's name, for each ML Program.
         options: How to execute.
 
     Raises:
         ProgramError: A model has a state.
-        BlobFormatError: A model takes, or the pipeline returns, a value that nothing computes.
+        BlobFormatError: No model computes an input of a model, or an output of the pipeline.
         CoreMLDelegateError: See ``Model.from_files``.
     """
 
@@ -315,7 +315,7 @@ class Pipeline:
         self.outputs = tuple(computed[name] for name in names)
 
     def _free_inputs(self) -> Iterator[Feature]:
-        """Yield the inputs of models that no model before computes, each name once."""
+        """Yield the inputs of models that no earlier model computes, each name once."""
         available = set(self.spec.inputs)
         seen: set[str] = set()
         for stage in self.stages:
@@ -337,7 +337,7 @@ class Pipeline:
         return tuple(m for stages in nested for m in stages if isinstance(m, Model))
 
     def param_dtypes(self) -> tuple[np.dtype[Any], ...]:
-        """Dtype of each input, in declaration order."""
+        """Return the dtype of each input, in declaration order."""
         return tuple(feature.type.dtype.numpy for feature in self.inputs)
 
     def make_state(self) -> None:
@@ -347,15 +347,15 @@ class Pipeline:
         """Run once; see ``Model.predict``.
 
         Raises:
-            InputError: A name, shape, dtype or picture that the models do not take, or a state.
+            InputError: A name, shape, dtype or picture that the models do not accept, or a state.
             ExecutionError: An op failed.
         """
         return with_labels(self.compute(inputs, state), self.classifiers)
 
     def compute(self, inputs: Mapping[str, Any], state: State | None = None) -> dict[str, Array]:
-        """Run once, and return tensors only; see ``Model.compute``.
+        """Run once, and return only tensors; see ``Model.compute``.
 
-        An image that one model passes to the next is a picture, of 8 bits in most color spaces.
+        Images are passed between models as pictures, with 8 bits in most color spaces.
 
         Raises:
             CoreMLDelegateError: See ``predict``.
@@ -420,8 +420,8 @@ def load_package(
     """Load the ML Program or the pipeline of an mlpackage.
 
     Args:
-        files: Relative POSIX path to content; constants are views of it.
-        function_name: None for the default function; a pipeline has no other.
+        files: Relative POSIX path -> content; constants are views of it.
+        function_name: None for the default function, the only function of a pipeline.
         engine: ``auto``, or an engine's name.
         options: How to execute.
 

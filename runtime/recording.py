@@ -5,23 +5,23 @@ Layout, version 1 (November 2026)::
     8 bytes    MAGIC, whose last byte is the version
     8 bytes    size of the header, unsigned, little endian
     header     JSON in UTF-8
-    data       tensors and files, one behind the other in the header's order, without gaps
+    data       tensors and files, contiguous, in the header's order
 
 The header is an object with these keys::
 
-    program    {"name": str, "files": [file, ...]}; the name is that of the file or folder, and
-               files that are not below it are its external data
+    program    {"name": str, "files": [file, ...]}; "name" is the name of the file or folder, and
+               files outside of it are external data
     run        {"engines": {engine: [dtype, ...]}, "host": str, "compute_units": [str, ...]}
-    machine    what ran it: {str: str or null}
-    versions   of the software on it: {str: str or null}
+    machine    properties of the machine: {str: str or null}
+    versions   versions of its software: {str: str or null}
     calls      [{"method": str, "inputs": [value, ...], "outputs": {name: value}}, ...]
-    states     {method: {name: value}}: the states of its Core ML models after the last call
+    states     {method: {name: value}}: the states of Core ML models after the last call
     tensors    [{"dtype": str, "shape": [int, ...]}, ...]
 
 A file is ``{"path": str, "size": int, "sha256": str, "stored": bool}``; if it is stored, the data
-has its bytes, behind all tensors. A value is ``{"tensor": index}``, ``{"float": text}``, or
-``{"value": v}`` for an integer, truth value, text or null. Tensors are row-major and little endian;
-dtypes have torch's names. Reading a recording executes nothing.
+has its bytes, after all tensors. A value is ``{"tensor": index}``, ``{"float": text}``, or
+``{"value": v}`` for an integer, boolean, string or null. Tensors are row-major and little endian;
+dtypes have torch's names. Reading a recording executes no code from it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SUFFIX: Final = ".cmlrun"
 Value: TypeAlias = torch.Tensor | int | float | bool | str | None
 
 _SIZE_BYTES = 8
-_HEADER_LIMIT = 64 << 20  # bytes; a call takes a hundred
+_HEADER_LIMIT = 64 << 20  # bytes; a call takes about 100
 _DTYPES: Final = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -67,10 +67,10 @@ class RecordedFile:
     """A file of the program.
 
     Attributes:
-        path: Relative POSIX path; begins with the program's name, unless it is external data.
-        size: In bytes.
-        sha256: Its digest, hexadecimal.
-        content: Its bytes, or None if the recording does not have them.
+        path: Relative POSIX path; starts with the program's name, except for external data.
+        size: Size in bytes.
+        sha256: Digest, hexadecimal.
+        content: The bytes, or None if the recording does not have them.
     """
 
     path: str
@@ -80,7 +80,7 @@ class RecordedFile:
 
     @classmethod
     def of(cls, path: str, content: Buffer, *, stored: bool) -> RecordedFile:
-        """Return the record of a file, with its content if it is to be stored."""
+        """Return the record of a file, with its content if ``stored``."""
         digest = hashlib.sha256()
         for chunk in chunks_of(content):
             digest.update(chunk)
@@ -93,9 +93,9 @@ class Call:
     """One call of a method.
 
     Attributes:
-        method: Its name.
-        inputs: In order.
-        outputs: By name, in order.
+        method: Name of the method.
+        inputs: Inputs in order.
+        outputs: Outputs by name, in order.
     """
 
     method: str
@@ -105,12 +105,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a program was run.
+    """The engines and the host of a run.
 
     Attributes:
         engines: The floating-point types that each engine computed in, by engine name.
-        host: Name of the host; empty for a program that needs none.
-        compute_units: Where Core ML might run the models.
+        host: Name of the host; empty for a program that needs no host.
+        compute_units: Compute units that Core ML was allowed to use.
     """
 
     engines: Mapping[str, tuple[str, ...]]
@@ -123,13 +123,13 @@ class Recording:
     """A run of a program.
 
     Attributes:
-        program: Name of its file or folder.
-        files: Its files.
-        run: How it was run.
-        machine: What ran it.
+        program: Name of the program's file or folder.
+        files: Files of the program.
+        run: Engines and host.
+        machine: Properties of the machine that ran the program.
         versions: Versions of the software on that machine.
-        calls: In order; each method begins in its first state.
-        states: The states of its Core ML models after the last call, by method and name.
+        calls: Calls in order; each method starts in its initial state.
+        states: States of Core ML models after the last call, by method and name.
     """
 
     program: str
@@ -151,7 +151,7 @@ class Recording:
         return all(file.content is not None for file in self.files)
 
     def write(self, file: BinaryIO) -> None:
-        """Write the recording; equal recordings give equal bytes."""
+        """Write the recording; equal recordings are written as equal bytes."""
         tensors: list[torch.Tensor] = []
         header = json.dumps(self._header(tensors), ensure_ascii=False, allow_nan=False).encode()
         if len(header) > _HEADER_LIMIT:
@@ -163,9 +163,9 @@ class Recording:
         file.write(MAGIC + len(header).to_bytes(_SIZE_BYTES, "little") + header)
         for tensor in tensors:
             file.write(_bytes_of(tensor))
-        for each in self.files:
-            if each.content is not None:
-                file.writelines(chunks_of(each.content))
+        for recorded in self.files:
+            if recorded.content is not None:
+                file.writelines(chunks_of(recorded.content))
 
     def _header(self, tensors: list[torch.Tensor]) -> dict[str, object]:
         """Return the header, and append the tensors that it refers to."""
@@ -185,8 +185,8 @@ class Recording:
             for call in self.calls
         ]
         states = {
-            method: {name: encode(value) for name, value in held.items()}
-            for method, held in self.states.items()
+            method: {name: encode(value) for name, value in tensors_.items()}
+            for method, tensors_ in self.states.items()
         }
         files = [
             {"path": f.path, "size": f.size, "sha256": f.sha256, "stored": f.content is not None}
@@ -211,13 +211,13 @@ class Recording:
 
     @classmethod
     def read(cls, source: Path | bytes) -> Recording:
-        """Read a recording; the content of its program's files are views of a mapped file.
+        """Read a recording; the contents of its files are views of the mapped recording.
 
         Args:
             source: Path, or the bytes.
 
         Raises:
-            BlobFormatError: Not a recording, or of another version, or truncated or corrupt.
+            BlobFormatError: Not a recording, or another version, or truncated or corrupt.
             ProgramError: The file cannot be read.
         """
         view, origin = map_source(source, "the recording", f"a {SUFFIX} file")
@@ -251,9 +251,9 @@ def _split(view: memoryview) -> tuple[Any, memoryview]:
 
 def _decode(header: Any, data: memoryview) -> Recording:
     regions = _Regions(data)
-    tensors = [regions.tensor(each["dtype"], each["shape"]) for each in header["tensors"]]
+    tensors = [regions.tensor(entry["dtype"], entry["shape"]) for entry in header["tensors"]]
     program, run = header["program"], header["run"]
-    files = tuple(_file(each, regions) for each in program["files"])
+    files = tuple(_file(entry, regions) for entry in program["files"])
     regions.require_end()
 
     def decode(value: Any) -> Value:
@@ -283,8 +283,8 @@ def _decode(header: Any, data: memoryview) -> Recording:
         for call in header["calls"]
     )
     states = {
-        method: {name: tensor(value) for name, value in held.items()}
-        for method, held in header["states"].items()
+        method: {name: tensor(value) for name, value in values.items()}
+        for method, values in header["states"].items()
     }
     return Recording(
         program=_relative(program["name"]),
@@ -302,7 +302,7 @@ def _decode(header: Any, data: memoryview) -> Recording:
 
 
 class _Regions:
-    """The data of a recording, taken from its start to its end."""
+    """The data of a recording, read from start to end."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -343,9 +343,9 @@ class _Regions:
             )
 
 
-def _file(described: Any, regions: _Regions) -> RecordedFile:
-    path, size = _relative(described["path"]), _natural(described["size"])
-    digest, is_stored = _text(described["sha256"]), described["stored"]
+def _file(entry: Any, regions: _Regions) -> RecordedFile:
+    path, size = _relative(entry["path"]), _natural(entry["size"])
+    digest, is_stored = _text(entry["sha256"]), entry["stored"]
     if not isinstance(is_stored, bool):
         raise TypeError(f"stored {is_stored!r}")
     content = regions.take(size) if is_stored else None
@@ -355,7 +355,11 @@ def _file(described: Any, regions: _Regions) -> RecordedFile:
 
 
 def _relative(path: object) -> str:
-    """Return a path that leads nowhere but below the folder that it is joined to."""
+    """Return a path if it stays below the folder that it is joined to.
+
+    Raises:
+        BlobFormatError: The path is absolute, or may leave the folder.
+    """
     text = _text(path)
     parts = text.split("/")
     unsafe = any(part in ("", ".", "..") or "\\" in part or ":" in part for part in parts)
@@ -399,29 +403,29 @@ def files_of(path: Path, data: Sequence[Path]) -> Iterator[tuple[str, Buffer]]:
         yield from ((f"{path.name}/{name}", file) for name, file in map_folder(path).items())
     else:
         yield path.name, map_source(path, "the program", "a program")[0]
-    names = [path.name, *(each.name for each in data)]
-    for each in data:
-        if names.count(each.name) > 1:
-            raise ProgramError("two files have the same name", got=each.name)
-        yield each.name, map_source(each, "the external data", "a .ptd file")[0]
+    names = [path.name, *(file.name for file in data)]
+    for file in data:
+        if names.count(file.name) > 1:
+            raise ProgramError("two files have the same name", got=file.name)
+        yield file.name, map_source(file, "the external data", "a .ptd file")[0]
 
 
 def write_files(recording: Recording, folder: Path) -> tuple[Path, list[Path]]:
-    """Write the program that a recording has to a folder.
+    """Write the program of a recording to a folder.
 
     Args:
         recording: A recording with its program.
         folder: An empty folder.
 
     Returns:
-        Path of the program, and the files of its external data.
+        Path of the program, and paths of its external data.
     """
     data: list[Path] = []
     for file in recording.files:
         target = folder / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("wb") as written:
-            written.writelines(chunks_of(file.content or b""))
+        with target.open("wb") as output:
+            output.writelines(chunks_of(file.content or b""))
         if file.path != recording.program and not file.path.startswith(f"{recording.program}/"):
             data.append(target)
     return folder / recording.program, data

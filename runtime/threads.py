@@ -1,10 +1,10 @@
-"""Torch's threads beside an engine that has threads of its own.
+"""Torch's threads next to an engine with its own threads.
 
-After a parallel kernel torch's idle threads spin for milliseconds before they sleep, on the very
-cores that OpenVINO's threads need for the next delegate. So while a program with delegates runs,
-torch computes on the calling thread alone, and on all threads only for what takes long. Ten
-convolutions on OpenVINO with ten ``tanh`` of torch's between them take 32 ms a call on two cores,
-49 ms without this and 51 ms on one thread in all (docs/benchmarks.md).
+After a parallel kernel torch's idle threads spin for milliseconds before they sleep, on the cores
+that OpenVINO's threads need for the next delegate. So while a program with delegates runs, torch
+computes on the calling thread, and on all threads only for long calls. Ten convolutions on OpenVINO
+with ten ``tanh`` of torch between them take 32 ms a call on two cores, 49 ms without this module
+and 51 ms on a single thread (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PAUSE_SOFT = 1  # omp_pause_soft of OpenMP 5.0, section 3.2.44
 
 
 def cpu_count() -> int:
-    """Return how many CPUs this process may use."""
+    """Return the number of CPUs that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
@@ -36,8 +36,8 @@ def cpu_count() -> int:
 class _OpenMp:
     """The OpenMP runtime that torch was built with.
 
-    Its thread count belongs to the calling thread, where ``torch.set_num_threads`` is also what
-    threads begin with that start later.
+    Its thread count applies to the calling thread, while ``torch.set_num_threads`` also sets the
+    initial count of later threads.
     """
 
     library: Any  # ctypes.CDLL
@@ -46,7 +46,7 @@ class _OpenMp:
         self.library.omp_set_num_threads(threads)
 
     def release(self) -> None:
-        """End the idle threads of the calling thread's pool, which spin otherwise."""
+        """End the idle threads of the calling thread's pool, which would spin."""
         pause = getattr(self.library, "omp_pause_resource_all", None)
         if pause is not None:
             pause(_PAUSE_SOFT)
@@ -54,7 +54,7 @@ class _OpenMp:
 
 @functools.cache
 def _openmp() -> _OpenMp | None:
-    """The runtime of those loaded that torch heeds; None if torch was built without OpenMP."""
+    """Return the loaded OpenMP runtime that torch uses; None if torch was built without OpenMP."""
     threads = torch.get_num_threads()
     for library in ThreadpoolController().lib_controllers:
         if library.user_api != "openmp":
@@ -65,7 +65,7 @@ def _openmp() -> _OpenMp | None:
         openmp.use(threads)
         if is_of_torch:
             return openmp
-    _logger.debug("torch heeds no OpenMP runtime: its threads are left as they are")
+    _logger.debug("torch uses no OpenMP runtime; its threads are unchanged")
     return None
 
 
@@ -79,7 +79,7 @@ _CALLER = _Caller()
 
 @contextmanager
 def one_torch_thread() -> Generator[None]:
-    """Let torch compute on the calling thread alone; other threads are left as they are."""
+    """Let torch compute only on the calling thread; settings of other threads are unchanged."""
     openmp = _openmp()
     threads = torch.get_num_threads()
     if openmp is None or threads == 1:
@@ -96,7 +96,7 @@ def one_torch_thread() -> Generator[None]:
 
 @contextmanager
 def all_torch_threads() -> Generator[None]:
-    """Inside of ``one_torch_thread``, let torch use as many threads as outside of it."""
+    """Within ``one_torch_thread``, let torch use as many threads as outside of it."""
     openmp = _openmp()
     threads = _CALLER.threads
     if openmp is None or threads is None:

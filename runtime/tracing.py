@@ -1,7 +1,6 @@
 """Trace a run: pass every value that a program computes to a listener.
 
-Tracing uses the reference engine, whatever engine a model runs on: it computes op by op, at the
-program's own dtypes.
+Tracing always uses the reference engine, which computes op by op in the program's dtypes.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from coreml_delegate.runtime.mil.program import Op, ValueType
 
 @dataclass(frozen=True, slots=True)
 class TracedValue:
-    """One value, as an op of the program has just computed it.
+    """A value that an op of the program has just computed.
 
     Attributes:
         name: The output's name in the program.
         op_type: MIL op type.
-        location: Place of the op.
+        location: Location of the op.
         turns: Index of the iteration of every loop around the op, outermost first, from 0.
         declared: The type that the program declares.
-        computed: The interpreter's own record; ``array`` and ``inputs`` read it.
+        computed: The interpreter's record, from which ``array`` and ``inputs`` are computed.
     """
 
     name: str
@@ -48,20 +47,20 @@ class TracedValue:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The value without a copy, not to be modified; None if it is no tensor."""
+        """The value without a copy, which must not be modified; None if it is no tensor."""
         value = self.computed.value
         return value if isinstance(value, Tensor) else None
 
     @property
     def inputs(self) -> dict[str, str]:
-        """Dtype and shape of every operand by parameter name; the value itself if it is short."""
+        """Dtype and shape of every operand by parameter name; the value of short operands."""
         return {name: describe_operand(values) for name, values in self.computed.operands.items()}
 
 
 Listener: TypeAlias = Callable[[TracedValue], None]
-"""Receives every value in the order of execution, in nested blocks and every iteration too.
+"""Receives every value in order of execution, including nested blocks and every iteration.
 
-Constants are not among the values. Values may be kept: nothing modifies them.
+Constants are not passed. Values may be kept, because they are never modified.
 """
 
 
@@ -77,10 +76,10 @@ def trace(
 
     Args:
         compiled: The function, compiled.
-        inputs: By feature name, of the dtypes of the MIL parameters.
+        inputs: Arrays by feature name, in the dtypes of the MIL parameters.
         listener: Receives every value.
-        state: State of any engine; read, and left as it is.
-        decide: Returns the outcome of every condition of the program, given its value.
+        state: State of any engine; it is not changed.
+        decide: Maps the value of every condition of the program to its outcome.
 
     Returns:
         Outputs by feature name.
@@ -89,14 +88,16 @@ def trace(
         InputError: The state does not belong to this function.
         ExecutionError: An op failed.
     """
-    places: dict[Op, Location] = {op: location for location, op in located_ops(compiled.function)}
+    locations: dict[Op, Location] = {
+        op: location for location, op in located_ops(compiled.function)
+    }
 
     def tell(computed: Computed) -> None:
         listener(
             TracedValue(
                 name=computed.output.name,
                 op_type=computed.op.type,
-                location=places[computed.op],
+                location=locations[computed.op],
                 turns=computed.turns,
                 declared=computed.output.type,
                 computed=computed,
@@ -110,10 +111,10 @@ def copy_state(compiled: ReferenceFunction, state: State | None) -> ReferenceSta
     """Return a state of ``compiled`` with the content of ``state``, a state of any engine."""
     copy = compiled.make_state()
     if state is None or copy is None:
-        # A state is missing, or one too many: the engine refuses it.
+        # A state is missing or superfluous, which the engine refuses.
         return copy if state is not None else None
     fresh = copy.snapshot()
     for name, value in state.snapshot().items():
-        held = fresh.get(name)
-        copy.write(name, value if held is None else np.asarray(value, held.dtype))
+        current = fresh.get(name)
+        copy.write(name, value if current is None else np.asarray(value, current.dtype))
     return copy

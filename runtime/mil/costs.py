@@ -1,8 +1,8 @@
 """Estimated work of MIL ops: floating-point operations, and bytes read and written.
 
-The numbers follow the report's own for ATen calls (``ops/flops.py``): a multiplication with its
-addition counts as two, any function of one element as one, moving data as nothing. They are of the
-arithmetic that an op defines, whatever an engine makes of it.
+The numbers follow the report's for ATen calls (``ops/flops.py``): a multiply-add counts as two, any
+function of one element as one, moving data as zero. They count the arithmetic that an op defines,
+not that of an engine's kernels.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class UnknownSizeError(Exception):
 
 
 class Work:
-    """The work of the ops of a function's own block.
+    """The work of the ops of a function's outermost block.
 
     Args:
-        function: Any function. Work that depends on sizes of run time is unknown.
+        function: Any function. Work that depends on sizes known only at run time is unknown.
     """
 
     def __init__(self, function: Function) -> None:
@@ -43,12 +43,12 @@ class Work:
         self._types: dict[str, ValueType] = {p.name: p.type for p in function.params}
         self._producer: dict[str, int] = {}
         self._users: dict[str, set[int]] = {}
-        for place, op in enumerate(block.ops):
+        for index, op in enumerate(block.ops):
             for out in op.outputs:
                 self._types[out.name] = out.type
-                self._producer[out.name] = place
+                self._producer[out.name] = index
             for name in _names(op):
-                self._users.setdefault(name, set()).add(place)
+                self._users.setdefault(name, set()).add(index)
         self._constants = {
             op.outputs[0].name: op.attributes["val"]
             for op in block.ops
@@ -56,16 +56,16 @@ class Work:
         }
         self._returned = frozenset(block.outputs)
 
-    def flops(self, place: int) -> int | None:
+    def flops(self, index: int) -> int | None:
         """Return the floating-point operations of an op.
 
         Args:
-            place: Position among the ops of the block.
+            index: Index of the op in the block.
 
         Returns:
-            None if a size is known only at run time, or the op has blocks of its own.
+            None if a size is known only at run time, or the op has nested blocks.
         """
-        op = self._ops[place]
+        op = self._ops[index]
         if op.blocks:
             return None
         estimate = _ESTIMATES.get(op.type, _per_result(1))
@@ -74,48 +74,48 @@ class Work:
         except UnknownSizeError:
             return None
 
-    def bytes_moved(self, place: int, fused_with: Iterable[int] = ()) -> int | None:
+    def bytes_moved(self, index: int, fused_with: Iterable[int] = ()) -> int | None:
         """Return the bytes that an op has to read and write, in the types of the program.
 
         Args:
-            place: Position among the ops of the block.
-            fused_with: Ops that are computed together with it: values between them stay inside.
+            index: Index of the op in the block.
+            fused_with: Ops that are fused with it; values between them are not moved.
 
         Returns:
             None if a size is known only at run time. Weights count with their stored size.
         """
-        together = {place, *fused_with}
-        op = self._ops[place]
+        together = {index, *fused_with}
+        op = self._ops[index]
         read = [name for name in _names(op) if self._producer.get(name) not in together]
         picked = {b.name for b in op.inputs.get("x", ()) if isinstance(b, Ref)}
         is_part = op.type in _TAKE_PARTS
-        written = [
+        written_names = [
             out.name
             for out in op.outputs
             if out.name in self._returned or self._users.get(out.name, set()) - together
         ]
         try:
             stored = sum(constant.nbytes for constant in _literals(op))
-            taken = sum(self._size(out.name) for out in op.outputs)
+            result_bytes = sum(self._size(out.name) for out in op.outputs)
             for name in read:
                 size = self._size(name)
-                stored += min(size, taken) if is_part and name in picked else size
-            return stored + sum(map(self._size, written))
+                stored += min(size, result_bytes) if is_part and name in picked else size
+            return stored + sum(map(self._size, written_names))
         except UnknownSizeError:
             return None
 
     def _size(self, name: str) -> int:
-        """Return the bytes of a value: as stored if it is a weight."""
-        place = self._producer.get(name)
-        if place is not None and self._ops[place].type.startswith("const"):
-            op = self._ops[place]
+        """Return the bytes of a value; of a weight, the stored bytes."""
+        producer = self._producer.get(name)
+        if producer is not None and self._ops[producer].type.startswith("const"):
+            op = self._ops[producer]
             own = sum(constant.nbytes for constant in (*_literals(op), *op.attributes.values()))
             return own + sum(map(self._size, _names(op)))
         type_ = _tensor(self._types.get(name))
-        # A list, say: it grows at run time.
+        # A list, for example, which grows at run time.
         if type_ is None:
             raise UnknownSizeError
-        return math.ceil(math.prod(_known(type_)) * type_.dtype.bits / 8)
+        return math.ceil(math.prod(_static_shape(type_)) * type_.dtype.bits / 8)
 
 
 class Operands:
@@ -124,7 +124,7 @@ class Operands:
     Args:
         op: The op.
         types: Types of the values in scope, by name.
-        constants: Those of them that are constant.
+        constants: Constants in scope, by name.
     """
 
     def __init__(
@@ -138,28 +138,28 @@ class Operands:
         """Return the shape of an argument.
 
         Raises:
-            UnknownSizeError: A size is known only at run time, or the argument is not given.
+            UnknownSizeError: A size is known only at run time, or the argument is missing.
         """
         bindings = self._op.inputs.get(parameter, ())
         if index >= len(bindings):
             raise UnknownSizeError
         binding = bindings[index]
         type_ = binding.type if isinstance(binding, Constant) else self._types.get(binding.name)
-        found = _tensor(type_)
-        if found is None:
+        tensor = _tensor(type_)
+        if tensor is None:
             raise UnknownSizeError
-        return _known(found)
+        return _static_shape(tensor)
 
     def has(self, parameter: str) -> bool:
-        """Whether an argument is given."""
+        """Whether the op has an argument."""
         return bool(self._op.inputs.get(parameter))
 
     def result(self) -> _Shape:
-        """Return the shape of the first result: the others of an op are by-products."""
-        found = _tensor(self._op.outputs[0].type) if self._op.outputs else None
-        if found is None:
+        """Return the shape of the first result; an op's other results are by-products."""
+        tensor = _tensor(self._op.outputs[0].type) if self._op.outputs else None
+        if tensor is None:
             raise UnknownSizeError
-        return _known(found)
+        return _static_shape(tensor)
 
     def literal(self, parameter: str, default: object = None) -> object:
         """Return the value of a constant argument as plain Python."""
@@ -184,12 +184,12 @@ def _per_input(operations: int, parameter: str = "x") -> Estimate:
     return lambda op: operations * math.prod(op.shape(parameter))
 
 
-def _nothing(_: Operands) -> int:
+def _zero(_: Operands) -> int:
     return 0
 
 
 def _contraction(elements: int, summed: int, op: Operands) -> int:
-    """Return the operations of sums of products, with the bias added to each."""
+    """Return the operations of ``elements`` sums of ``summed`` products, plus a bias each."""
     return elements * (2 * summed + op.has("bias"))
 
 
@@ -229,7 +229,7 @@ def _attention(op: Operands) -> int:
 
 
 def _recurrence(op: Operands) -> int:
-    """Operations of lstm, gru and rnn; ``x``: [steps, batch, width]."""
+    """Return the operations of lstm, gru or rnn; ``x``: [steps, batch, width]."""
     steps, batch = op.shape("x")[:2]
     weights = [
         name
@@ -267,7 +267,7 @@ MOVES: Final = frozenset(
         *("random_bernoulli", "random_categorical", "random_normal", "random_uniform"),
     }
 )
-"""Ops that move or make data. Weights are decompressed before a call, not in it."""
+"""Ops that move or create data. Weights are decompressed before a call, not during it."""
 
 _TAKE_PARTS: Final = frozenset(
     {
@@ -275,10 +275,10 @@ _TAKE_PARTS: Final = frozenset(
         *("slice_by_index", "slice_by_size", "crop", "split"),
     }
 )
-"""Ops that read of ``x`` no more than they return."""
+"""Ops that read only the elements of ``x`` that they return."""
 
 _ESTIMATES: Final[Mapping[str, Estimate]] = {
-    **dict.fromkeys(MOVES, _nothing),
+    **dict.fromkeys(MOVES, _zero),
     "conv": _conv,
     "conv_quantized": _conv,
     "conv_transpose": _conv_transpose,
@@ -307,16 +307,17 @@ _ESTIMATES: Final[Mapping[str, Estimate]] = {
     **dict.fromkeys(("resize", "crop_resize", "resample"), _per_result(_BILINEAR)),
     "non_maximum_suppression": _per_input(1, "boxes"),
 }
-"""Any other op computes a function of one element for each element of its result."""
+"""Op type -> estimate. Any other op counts one operation per element of its result."""
 
 
 def _names(op: Op) -> Iterator[str]:
-    """Yield the values that an op reads, each once, those of its blocks included."""
-    inner = {out.name for block in op.blocks for each in block.walk() for out in each.outputs}
+    """Yield the names of the values that an op and its blocks read from outside, each once."""
+    nested_ops = [nested for block in op.blocks for nested in block.walk()]
+    inner = {out.name for nested in nested_ops for out in nested.outputs}
     inner |= {param.name for block in op.blocks for param in block.inputs}
     seen: dict[str, None] = {}
-    for each in (op, *(nested for block in op.blocks for nested in block.walk())):
-        for bindings in each.inputs.values():
+    for reader in (op, *nested_ops):
+        for bindings in reader.inputs.values():
             seen.update((b.name, None) for b in bindings if isinstance(b, Ref))
     return (name for name in seen if name not in inner)
 
@@ -333,7 +334,7 @@ def _tensor(type_: ValueType | None) -> TensorType | None:
     return type_ if isinstance(type_, TensorType) else None
 
 
-def _known(type_: TensorType) -> _Shape:
+def _static_shape(type_: TensorType) -> _Shape:
     if type_.shape is None:
         raise UnknownSizeError
     sizes = [size for size in type_.shape if size is not None]

@@ -1,7 +1,7 @@
 """The scalar types of MIL, and their numpy dtypes.
 
 Source: ``DataType`` in coremltools' ``MIL.proto``. Sub-byte integers are packed, least significant
-bits first, in an immediate value or a weight file; unpacked they travel as ``int8`` or ``uint8``.
+bits first, in immediate values and weight files; unpacked they are ``int8`` or ``uint8``.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DType(enum.Enum):
         """Return the type with ``number`` in MIL.proto.
 
         Raises:
-            BlobFormatError: No such type, or one no opset uses (fp8).
+            BlobFormatError: No such type, or a type that no opset uses (fp8).
         """
         try:
             return _BY_NUMBER[number]
@@ -116,15 +116,15 @@ def packed_nbytes(dtype: DType, count: int) -> int:
 
 
 def unpack_bits(packed: NDArray[np.uint8], dtype: DType, count: int) -> NDArray[np.generic]:
-    """Widen ``count`` sub-byte integers to one per byte.
+    """Unpack ``count`` sub-byte integers to bytes.
 
     Args:
-        packed: [ceil(count * bits / 8)], uint8: elements least significant bits first.
+        packed: [ceil(count * bits / 8)], uint8, elements from the least significant bit on.
         dtype: A packed type (int4, uint1, uint2, uint3, uint4, uint6).
         count: Number of elements.
 
     Returns:
-        [count], int8 for int4 and uint8 for the rest.
+        [count], int8 for int4, else uint8.
     """
     values = unpack_integers(packed, dtype.bits, count)
     if dtype is DType.INT4:

@@ -1,4 +1,4 @@
-"""Read the inputs, outputs and states of a model: its description joined with the MIL types."""
+"""Read the inputs, outputs and states of a model from its description and the MIL types."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def read_features(
     name: str,
     description: Any,
     types: Mapping[str, ValueType],
-    left_out: Collection[str] = (),
+    excluded: Collection[str] = (),
 ) -> tuple[Features, Features, Features]:
     """Return inputs, outputs and states of one function, in declaration order.
 
     Args:
-        name: Function name; looked up among the descriptions of a multifunction model.
+        name: Function name, which selects the description in a multifunction model.
         description: ``ModelDescription`` message.
         types: MIL type of every function parameter and top-level value.
-        left_out: Names of outputs that the program does not compute.
+        excluded: Names of outputs that the program does not compute.
 
     Raises:
-        BlobFormatError: The description lacks the function, or the program one of its features.
-        ProgramError: A feature that is neither a multi-array nor an image.
+        BlobFormatError: The description lacks the function, or the program lacks a feature.
+        ProgramError: A feature is neither a multi-array nor an image.
     """
     scope = description
     if description.functions:
@@ -56,7 +56,7 @@ def read_features(
         scope = named[name]
     return (
         tuple(_feature(f, types, name) for f in scope.input),
-        tuple(_feature(f, types, name) for f in scope.output if f.name not in left_out),
+        tuple(_feature(f, types, name) for f in scope.output if f.name not in excluded),
         tuple(_feature(f, types, name) for f in scope.state),
     )
 
@@ -84,7 +84,7 @@ def _feature(message: Any, types: Mapping[str, ValueType], function: str) -> Fea
     mil = declared.wrapped if isinstance(declared, StateType) else declared
     if not isinstance(mil, TensorType):
         raise ProgramError(f"feature {message.name!r} is not a tensor", got=str(declared))
-    _ = mil.dtype.numpy  # a feature is passed as an array: types that have none are refused here
+    _ = mil.dtype.numpy  # a feature is an array, so this refuses types without a numpy form
     default = array.WhichOneof("defaultOptionalValue")
     return Feature(
         name=message.name,
@@ -147,8 +147,8 @@ def _array_dtype(name: str, array: Any) -> DType:
 
 
 def _shape(array: Any, mil: TensorType) -> tuple[int | None, ...] | None:
-    # The description's shape is a default when the MIL type has unknown dimensions, and absent for
-    # most outputs; rank 0 is described as [1] or not at all.
+    # The description's shape is a default if the MIL type has unknown dimensions, and absent for
+    # most outputs; rank 0 is described as [1], or the shape is absent.
     if mil.shape is not None:
         return mil.shape
     return tuple(array.shape) or None

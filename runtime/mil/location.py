@@ -1,4 +1,4 @@
-"""Places of ops in a program, for messages and reports."""
+"""Locations of ops in a program, for messages and reports."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from coreml_delegate.runtime.mil.program import Block, Function, Op
 
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
-    """The place of one op. Locations of one function sort in program order.
+    """The location of one op. Locations in the same function sort in program order.
 
     Attributes:
         function: Name of the function.
-        path: The ops it is nested in, outermost first: index of the op, number of its block.
-        index: Its index in the innermost block.
+        path: Enclosing ops, outermost first: index of the op, number of the nested block.
+        index: Index of the op in the innermost block.
     """
 
     function: str
@@ -28,15 +28,15 @@ class Location:
 
 
 def located_ops(function: Function) -> Iterator[tuple[Location, Op]]:
-    """Yield every op of a function with its place, outer blocks first."""
+    """Yield every op of a function with its location, outer blocks first."""
     yield from _located(function.name, (), function.block)
 
 
 def location_of(function: Function, op: Op) -> Location:
-    """Return the place of ``op``, which is searched for, as only failed ops need it.
+    """Return the location of ``op`` by a search, as only failed ops need it.
 
     Raises:
-        LookupError: The op is not one of the function's.
+        LookupError: The function does not have the op.
     """
     for location, candidate in located_ops(function):
         if candidate is op:
@@ -45,7 +45,7 @@ def location_of(function: Function, op: Op) -> Location:
 
 
 def describe_op(function: Function, op: Op) -> str:
-    """Return op type, outputs and place: ``conv 'y' at main op 3``."""
+    """Return op type, outputs and location: ``conv 'y' at main op 3``."""
     outputs = ", ".join(repr(output.name) for output in op.outputs) or repr(op.name)
     return f"{op.type} {outputs} at {location_of(function, op)}"
 

@@ -1,7 +1,7 @@
-"""A MIL program as frozen records: the reader makes them, every engine takes them.
+"""A MIL program as frozen records, which the reader creates and the engines compile.
 
 Names follow MIL.proto. Records compare by identity and are never modified after reading; arrays are
-read-only views, of the mapped weight file wherever the value lives there.
+read-only, and views of the mapped weight file if they are stored there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
 class TensorType:
     """A tensor; ``shape`` has None for a dimension known only at run time; rank 0 is ``()``.
 
-    ``shape`` is None as a whole when the rank itself is unknown.
+    ``shape`` is None if the rank is unknown.
     """
 
     dtype: DType
@@ -42,7 +42,7 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class ListType:
-    """A list of ``element``s; ``length`` is None when it grows at run time."""
+    """A list with elements of type ``element``; ``length`` is None if it grows at run time."""
 
     element: ValueType
     length: int | None
@@ -57,7 +57,7 @@ class TupleType:
 
 @dataclass(frozen=True, slots=True)
 class DictType:
-    """A dictionary, used for class labels with probabilities only."""
+    """A dictionary, used only for class labels with probabilities."""
 
     key: ValueType
     value: ValueType
@@ -73,17 +73,17 @@ class StateType:
 ValueType: TypeAlias = TensorType | ListType | TupleType | DictType | StateType
 
 Literal: TypeAlias = "NDArray[np.generic] | str | tuple[Literal, ...] | dict[Literal, Literal]"
-"""Content of a constant: an array (rank 0 for a scalar), a string, a sequence or map of those."""
+"""Content of a constant: an array (rank 0 for a scalar), a string, or a tuple or dict of these."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Integers of fewer than eight bits, as they are stored.
+    """Integers of fewer than eight bits, in packed storage.
 
     Attributes:
         stored: [ceil(elements * bits / 8)], uint8, least significant bits first.
         dtype: A packed type.
-        shape: Of the tensor.
+        shape: Shape of the tensor.
     """
 
     stored: NDArray[np.uint8]
@@ -91,7 +91,7 @@ class Packed:
     shape: tuple[int, ...]
 
     def unpack(self) -> NDArray[np.generic]:
-        """Return the tensor with one element per byte, in new memory."""
+        """Return the unpacked tensor, an element per byte, in new memory."""
         data = unpack_bits(self.stored, self.dtype, math.prod(self.shape)).reshape(self.shape)
         data.flags.writeable = False
         return data
@@ -102,8 +102,8 @@ class Constant:
     """A literal value.
 
     Attributes:
-        type: Its type.
-        content: The value; packed as it is stored if its type is (``type.dtype.is_packed``).
+        type: The type of the value.
+        content: The value; ``Packed`` if its type is packed (``type.dtype.is_packed``).
         offset: Byte offset in the weight file, None for an immediate value.
     """
 
@@ -113,12 +113,12 @@ class Constant:
 
     @property
     def data(self) -> Literal:
-        """The value. That of a packed type is unpacked at every access, and not kept."""
+        """The value. Packed values are unpacked at every access, and the result is not stored."""
         return self.content.unpack() if isinstance(self.content, Packed) else self.content
 
     @property
     def stored(self) -> Literal:
-        """The value as it is stored: the bytes of a packed type."""
+        """The value in storage; for a packed type, its bytes."""
         return self.content.stored if isinstance(self.content, Packed) else self.content
 
     @property
@@ -156,11 +156,11 @@ class Op:
 
     Attributes:
         type: MIL op type, for example ``conv``.
-        inputs: Parameter name to its bindings; more than one binding for variadic parameters
-            (``concat``'s ``values``).
-        outputs: In the op's own order.
+        inputs: Parameter name -> bindings; several bindings for variadic parameters (``concat``'s
+            ``values``).
+        outputs: Outputs in the op's order.
         blocks: Nested blocks (``cond``, ``while_loop``).
-        attributes: ``name`` and, for ``const`` and the ``constexpr`` ops, the values themselves.
+        attributes: ``name`` and, for ``const`` and the ``constexpr`` ops, the values.
     """
 
     type: str
@@ -171,7 +171,7 @@ class Op:
 
     @property
     def name(self) -> str:
-        """The op's own name, or its first output's."""
+        """The op's ``name`` attribute, or the name of its first output."""
         named = self.attributes.get("name")
         if named is not None and isinstance(named.data, str):
             return named.data
@@ -180,14 +180,14 @@ class Op:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Operations in execution order; ``outputs`` are names defined inside or in an outer scope."""
+    """Operations in execution order; ``outputs`` are names of this or an outer scope."""
 
     inputs: tuple[NamedType, ...]
     ops: tuple[Op, ...]
     outputs: tuple[str, ...]
 
     def walk(self) -> Iterator[Op]:
-        """Every op of this block and of nested blocks, outermost first."""
+        """Yield every op of this block and of nested blocks, outermost first."""
         for op in self.ops:
             yield op
             for block in op.blocks:
@@ -205,15 +205,15 @@ class ColorSpace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """An input, output or state of the model as its description declares it.
+    """An input, output or state of the model, as declared in its description.
 
     Attributes:
         name: Feature name.
         type: Element type and default shape.
-        shapes: Enumerated shapes, empty if there are none.
+        shapes: Enumerated shapes; may be empty.
         bounds: Per dimension (lower, upper), upper None for unbounded; empty for fixed shapes.
-        optional: Whether the input may be left out, in which case ``default`` fills it.
-        default: Value for an input left out, or None for zeros.
+        optional: Whether the input may be omitted, in which case it is filled with ``default``.
+        default: Value of an omitted input, or None for zeros.
         color_space: Color space of an image, whose pixels are the tensor; None for a multi-array.
     """
 
@@ -231,9 +231,9 @@ class Classifier:
     """The labels of a function that is a classifier.
 
     Attributes:
-        label: Name of the output that is the label of the most probable class.
-        probabilities: Name of the output that has a probability for each label.
-        labels: One for each element of the probabilities, in order.
+        label: Name of the output with the label of the most probable class.
+        probabilities: Name of the output with a probability for each label.
+        labels: The label of each element of the probabilities, in order.
     """
 
     label: str
@@ -246,17 +246,17 @@ class Function:
     """One entry point.
 
     Attributes:
-        name: Function name (``main`` in a model with a single one).
+        name: Function name (``main`` in a model with a single function).
         opset: MIL opset, for example ``CoreML7``.
-        params: The MIL function's own parameters, states included.
-        block: The specialization of ``opset``.
+        params: Parameters of the MIL function, states included.
+        block: The specialization for ``opset``.
         inputs: Model-level inputs, in declaration order.
         outputs: Model-level outputs, in declaration order.
         states: Model-level states.
-        fp32_constants: Constants that fp16 loses, as they were, by name; None if the model does not
-            say.
-        classifier: Of a classifier, whose probabilities are an ordinary tensor among the outputs,
-            and whose label is none of them; else None.
+        fp32_constants: Original fp32 values of constants that fp16 changes, by name; None if the
+            model does not have them.
+        classifier: The labels of a classifier, else None. Its probabilities are a tensor among the
+            outputs; its label is not among them.
     """
 
     name: str
@@ -270,7 +270,7 @@ class Function:
     classifier: Classifier | None = None
 
     def output_types(self) -> dict[str, TensorType]:
-        """Return the types that the outputs are computed in, by name."""
+        """Return the types in which the outputs are computed, by name."""
         declared = {named.name: named.type for named in self.params}
         for op in self.block.ops:
             declared.update((output.name, output.type) for output in op.outputs)
@@ -283,8 +283,7 @@ class Function:
     def computed_in(self) -> Counter[DType]:
         """Count the results that the function computes in each floating-point type.
 
-        Weights are not computed, and do not count. Neither does a cast whose result only leaves the
-        function, nor a state read or written.
+        Weights, reads and writes of states, and casts of outputs do not count.
         """
         ops = list(self.block.walk())
         read = {
@@ -311,8 +310,8 @@ class Program:
 
     Attributes:
         specification_version: 6 (iOS15) to 10 (iOS26).
-        functions: By name.
-        default_function: Name used when the caller names none.
+        functions: Functions by name.
+        default_function: Name of the function to run by default.
         metadata: User-defined metadata strings.
     """
 
@@ -322,15 +321,15 @@ class Program:
     metadata: Mapping[str, str]
 
     def function(self, name: str | None = None) -> Function:
-        """Return the function of a name, or the default function.
+        """Return the function called ``name``, or the default function.
 
         Raises:
             ProgramError: No such function.
         """
-        wanted = self.default_function if name is None else name
+        function_name = self.default_function if name is None else name
         try:
-            return self.functions[wanted]
+            return self.functions[function_name]
         except KeyError:
             raise ProgramError(
-                "no such function", got=repr(wanted), expected=", ".join(self.functions)
+                "no such function", got=repr(function_name), expected=", ".join(self.functions)
             ) from None

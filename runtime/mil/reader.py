@@ -1,6 +1,6 @@
-"""Readers of ML Programs: the files of an mlpackage become a frozen ``Program``.
+"""Read and check ML Programs: from the files of an mlpackage to a frozen ``Program``.
 
-Everything is checked on the way. Constants are views of the weight file they lie in.
+Constants are views of the weight file.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from coreml_delegate.runtime.mil.program import (
 from coreml_delegate.runtime.mil.validation import check_function, check_tensor_type
 
 ML_PROGRAM = "mlProgram"
-"""Name of the type of model that engines run."""
+"""Name in ``Model.proto`` of the model type that engines run."""
 
-# Types of Model.proto that are no ML Program: names, what they are, and what gives an ML Program.
+# Types of Model.proto other than ML Program: names -> description, how to get an ML Program.
 _OTHER_TYPES: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("neuralNetwork", "neuralNetworkClassifier", "neuralNetworkRegressor"): (
         "a neural network of the format before ML Programs",
@@ -105,8 +105,8 @@ _OTHER_TYPES: Mapping[tuple[str, ...], tuple[str, str]] = {
     ),
 }
 
-_MAX_DEPTH = 64  # nesting of blocks, types and values; programs of coremltools stay below ten
-# DType by its number in a weight file.
+_MAX_DEPTH = 64  # nesting of blocks, types and values; coremltools' programs stay below ten
+# Number in a weight file -> DType.
 _STORED_DTYPES = {
     1: DType.FP16,
     2: DType.FP32,
@@ -127,10 +127,10 @@ _STORED_DTYPES = {
 
 
 def read_files(files: Mapping[str, Buffer]) -> Program:
-    """Read the program of an mlpackage given as files.
+    """Read the program of an mlpackage from its files.
 
     Args:
-        files: Relative POSIX path to content; constants are views of it.
+        files: Relative POSIX path -> content; constants are views of it.
 
     Raises:
         BlobFormatError: Any part is missing or malformed.
@@ -146,7 +146,7 @@ def read_files(files: Mapping[str, Buffer]) -> Program:
 
 
 def read_mlpackage(path: Path | str) -> Program:
-    """Read the program of an ``.mlpackage`` folder; its weights stay mapped, not read.
+    """Read the program of an ``.mlpackage`` folder; the weights are mapped, not read.
 
     Raises:
         ProgramError: No such folder, or the model is not an ML Program.
@@ -159,13 +159,13 @@ def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) ->
     """Parse a serialized ``Model``.
 
     Args:
-        spec: The message's bytes.
+        spec: Bytes of the message.
         weights: Weight files by path relative to the specification, for example
             ``weights/weight.bin``.
 
     Raises:
         BlobFormatError: The bytes do not parse, or are inconsistent.
-        ProgramError: The model is of another type than ML Program.
+        ProgramError: The model is not an ML Program.
     """
     model = parse_model(spec)
     kind = model.WhichOneof("Type")
@@ -212,7 +212,7 @@ def refusal(what: str, kind: str) -> ProgramError:
 
     Args:
         what: The model, for the message.
-        kind: Name of its type in ``Model.proto``.
+        kind: Name of the model's type in ``Model.proto``.
     """
     family, remedy = next(
         (names for kinds, names in _OTHER_TYPES.items() if kind in kinds),
@@ -237,18 +237,19 @@ class WeightFile:
         check_header(self.name, self.buffer)
 
     def read(self, offset: int, dtype: DType, count: int) -> NDArray[np.uint8]:
-        """The stored bytes of one blob.
+        """Return the stored bytes of one blob.
 
         Args:
-            offset: Of the blob's record, in bytes.
-            dtype: The type the program declares; must be the stored one.
-            count: Number of elements the program declares.
+            offset: Offset of the blob's record, in bytes.
+            dtype: The type that the program declares; must equal the stored type.
+            count: Number of elements that the program declares.
 
         Returns:
             [nbytes], uint8, a read-only view.
 
         Raises:
-            BlobFormatError: The record or its data lies outside the file, or disagrees.
+            BlobFormatError: The record or its data is outside the file, or differs from ``dtype``
+                and ``count``.
         """
         where = f"weight file {self.name!r} at {offset}"
         record = read_record(self.name, self.buffer, offset)
@@ -259,12 +260,12 @@ class WeightFile:
                 got=stored.label if stored else str(record.dtype),
                 expected=dtype.label,
             )
-        needed = packed_nbytes(dtype, count)
-        if record.size != needed or record.start + record.size > len(self.buffer):
+        nbytes = packed_nbytes(dtype, count)
+        if record.size != nbytes or record.start + record.size > len(self.buffer):
             raise BlobFormatError(
                 f"{where}: wrong size",
                 got=f"{record.size} bytes at {record.start} of {len(self.buffer)}",
-                expected=f"{needed} bytes",
+                expected=f"{nbytes} bytes",
             )
         data = np.frombuffer(self.buffer, dtype=np.uint8, count=record.size, offset=record.start)
         data.flags.writeable = False
@@ -274,7 +275,7 @@ class WeightFile:
 class _Reader:
     def __init__(self, weights: Mapping[str, WeightFile]) -> None:
         self._weights = weights
-        # Functions share weights: one constant for all of them.
+        # Constants of weights, which functions share.
         self._stored: dict[tuple[str, int, TensorType], Constant] = {}
 
     def function(self, name: str, message: Any, description: Any) -> Function:
@@ -387,12 +388,12 @@ class _Reader:
 
 
 def _split_classify(block: Block) -> tuple[Block, Classifier | None, tuple[Feature, ...]]:
-    """Replace the op ``classify``, which ends a classifier, by the tensor of its probabilities.
+    """Remove the op ``classify``, which ends a classifier; its probabilities become an output.
 
-    Engines compute tensors; labels are looked up behind them.
+    Engines compute tensors; labels are looked up afterwards.
 
     Returns:
-        The block, its labels, and the output that the probabilities are.
+        The block, the labels, and the output with the probabilities.
 
     Raises:
         BlobFormatError: The op is malformed, or its labels and probabilities differ in number.
@@ -432,7 +433,7 @@ def _split_classify(block: Block) -> tuple[Block, Classifier | None, tuple[Featu
 
 
 def _rename(op: Op, old: str, new: str) -> Op:
-    """Return an op with a value of another name, in nested blocks too."""
+    """Return an op with value ``old`` renamed to ``new``, also in nested blocks."""
 
     def renamed(name: str) -> str:
         return new if name == old else name
@@ -469,8 +470,8 @@ def _value_type(message: Any, depth: int) -> ValueType:
         return _tensor_type(message.tensorType)
     if kind == "listType":
         length = message.listType.length
-        known = length.constant.size if length.WhichOneof("dimension") == "constant" else None
-        return ListType(_value_type(message.listType.type, depth + 1), known)
+        size = length.constant.size if length.WhichOneof("dimension") == "constant" else None
+        return ListType(_value_type(message.listType.type, depth + 1), size)
     if kind == "tupleType":
         return TupleType(tuple(_value_type(t, depth + 1) for t in message.tupleType.types))
     if kind == "dictionaryType":
@@ -555,7 +556,7 @@ def _from_bytes(
         raise BlobFormatError("boolean constant holds other bytes than 0 and 1")
     data = raw.view(declared.dtype.numpy).reshape(shape)
     if not data.flags.aligned:
-        # Blobs may place a weight file anywhere; kernels may not read across elements' alignment.
+        # A blob may have a weight file at any offset, but kernels need aligned elements.
         data = data.copy()
         data.flags.writeable = False
     return Constant(declared, data, offset=offset)

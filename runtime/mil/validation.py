@@ -1,7 +1,7 @@
 """Check a function before any engine sees it.
 
-Engines look values up by name, walk nested blocks and size buffers by declared types. That is sound
-only if every name is defined once and before its use, control flow has the blocks that it needs,
+Engines look up values by name, walk nested blocks and size buffers by declared types. This is safe
+only if every name is defined once, before its uses, control flow has the right number of blocks,
 and the features of the model are the parameters of the function.
 """
 
@@ -25,10 +25,10 @@ from coreml_delegate.runtime.mil.program import (
 )
 
 MAX_ELEMENTS = 1 << 40
-"""Elements of one tensor; a larger shape comes from damage."""
+"""Elements of one tensor; a program with a larger shape is damaged."""
 
 _MAX_RANK = 16  # Core ML's own limit is 5 for most ops
-# The parameter of the ops that take a state.
+# Type of an op that takes a state -> parameter of the state.
 _STATE_OPERAND = {"read_state": "input", "write_state": "input", "coreml_update_state": "state"}
 
 
@@ -50,10 +50,10 @@ def check_tensor_type(declared: TensorType) -> None:
 
 
 def check_function(function: Function) -> None:
-    """Check everything that an engine relies on.
+    """Check all properties that engines rely on.
 
     Raises:
-        BlobFormatError: A check fails; the message names the op and its place.
+        BlobFormatError: A check fails; the message names the op and its location.
     """
     _check_params(function)
     for _, op in located_ops(function):
@@ -139,7 +139,7 @@ def _check_params(function: Function) -> None:
 
 
 class _References:
-    """Checks that every value is defined before its use, so that there is no cycle either."""
+    """Checks that every value is defined before its uses, which also excludes cycles."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
@@ -225,11 +225,11 @@ def _check_features(function: Function) -> None:
 
 
 def _check_shapes(feature: Feature) -> None:
-    """Alternative shapes must have the rank of the parameter."""
+    """Check that the shapes and bounds of an input have the rank of the parameter."""
     shape = feature.type.shape
     if shape is None:
         return
-    ranks = {len(each) for each in feature.shapes} | ({len(feature.bounds)} - {0})
+    ranks = {len(shape_) for shape_ in feature.shapes} | ({len(feature.bounds)} - {0})
     if ranks - {len(shape)}:
         raise BlobFormatError(
             f"input {feature.name!r} is described with another rank than it has",

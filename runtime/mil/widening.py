@@ -1,4 +1,4 @@
-"""Widen a program to fp32 and int64, to measure the rounding and wrapping of its own dtypes."""
+"""Widen a program to fp32 and int64, to measure rounding and wrapping in its original dtypes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from coreml_delegate.runtime.mil.program import (
 )
 
 _WIDER = {DType.FP16: DType.FP32, DType.BF16: DType.FP32, DType.INT32: DType.INT64}
-# Ops take dtypes as strings (``cast``, ``make_list``); no op takes one of these for anything else.
+# Ops take dtypes as strings (``cast``, ``make_list``); no op uses these strings otherwise.
 _WIDER_LABELS = {narrow.label: wide.label for narrow, wide in _WIDER.items()}
 
 
@@ -35,8 +35,8 @@ def widen_function(function: Function) -> Function:
     """Return ``function`` with fp32 for every fp16 and int64 for every int32.
 
     Parameters, values, weights, states, and inputs and outputs of the model are widened. Constants
-    that fp16 lost are as they were, as far as the model says. Names and ops stay, so that the
-    values of both programs can be compared one by one.
+    that fp16 changed have their original values if the model stores them. Names and ops are
+    unchanged, so that the values of both programs can be compared one by one.
     """
     originals = function.fp32_constants or {}
     return replace(
@@ -50,7 +50,7 @@ def widen_function(function: Function) -> Function:
 
 
 def has_rounded_constants(function: Function) -> bool:
-    """Whether ``widen_function`` takes constants as fp16 has rounded them."""
+    """Whether ``widen_function`` uses constants rounded to fp16."""
     constants = (op for op in function.block.walk() if op.type == "const")
     return function.fp32_constants is None and any(
         isinstance(op.outputs[0].type, TensorType) and op.outputs[0].type.dtype is DType.FP16
@@ -76,7 +76,7 @@ def _op(op: Op, originals: Constants) -> Op:
         },
         outputs=tuple(_named(output) for output in op.outputs),
         blocks=tuple(_block(block, originals) for block in op.blocks),
-        # The op's name is one of the attributes, and no dtype.
+        # The attribute ``name`` is a string but no dtype.
         attributes={
             name: value if name == "name" else _constant(value, original)
             for name, value in op.attributes.items()

@@ -265,12 +265,12 @@ def _split(view: memoryview) -> _Container:
         position = _HEADER_POSITION + _HEADER.size
         tail = bytes(view[position : position + _SEGMENT_DATA_SIZE.size])
         segments_size = int.from_bytes(tail, "little")
-    size = max(program_size, base + segments_size)
-    if program_size < _HEADER_POSITION or size > len(view):
+    end = max(program_size, base + segments_size)
+    if program_size < _HEADER_POSITION or end > len(view):
         raise BlobFormatError(
             "program is truncated or its header is corrupt",
             got=f"{len(view)} bytes",
-            expected=f"tables of {program_size} bytes and segments up to byte {size}",
+            expected=f"tables of {program_size} bytes and segments up to byte {end}",
         )
     return _Container(view[:program_size], view[base:] if base else view[:0])
 

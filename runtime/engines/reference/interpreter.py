@@ -236,7 +236,7 @@ class KernelStep:
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
-    """Return the result of a kernel as a tuple; subclasses like ``TensorList`` are one value."""
+    """Return the result of a kernel as a tuple; a ``TensorList`` counts as a single value."""
     return result if type(result) is tuple else (result,)
 
 

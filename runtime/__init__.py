@@ -156,7 +156,7 @@ def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> Non
     """
     if engine not in (AUTO, *ENGINES):
         raise OptionError("unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES)))
-    hosts.check_demands_on_stock(engine, options)
+    hosts.check_stock_options(engine, options)
     stock.register(delegate_loader(engine, options))
 
 

@@ -82,7 +82,7 @@ class CoreMLDelegate:
         inputs = [name for name, _, _ in self._inputs]
         is_native = self.python_reason is None
         self._native = model.native_call(inputs, self._outputs, self._state) if is_native else None
-        self._fitting: tuple[tuple[int, ...], ...] | None = None
+        self._checked_shapes: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def state(self) -> State | None:
@@ -162,9 +162,9 @@ class CoreMLDelegate:
 
     def _check_shapes(self, arrays: Mapping[str, np.ndarray]) -> None:
         shapes = tuple(arrays[name].shape for name in self._flexible)
-        if shapes != self._fitting:
+        if shapes != self._checked_shapes:
             self.model.check_shapes(arrays)
-            self._fitting = shapes
+            self._checked_shapes = shapes
 
     def _arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         if len(inputs) != len(self._inputs):

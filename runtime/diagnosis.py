@@ -262,22 +262,22 @@ def _largest(actual: Tensor) -> float:
     return float(some.max()) if some.numel() else 0.0
 
 
-def _loss(dtype: torch.dtype, signal: float, error: Tensor, least: float) -> Fault | None:
+def _loss(dtype: torch.dtype, signal: float, error: Tensor, min_sqnr_db: float) -> Fault | None:
     """Return the fault of a finite value, or None.
 
     Args:
         dtype: The value's dtype in the program.
         signal: Energy of the expected value.
         error: Error of each element.
-        least: Ratio in dB below which the value is inaccurate.
+        min_sqnr_db: Ratio in dB below which the value is inaccurate.
     """
-    if ratio_db(signal, energy(error)) >= least:
+    if ratio_db(signal, energy(error)) >= min_sqnr_db:
         return None
     limits = torch.finfo(dtype)
     # The distance between numbers next to zero; smaller errors are underflow.
     step = limits.smallest_normal * limits.eps
     large = error[~(error.abs() <= step)]
-    return Fault.UNDERFLOW if ratio_db(signal, energy(large)) >= least else Fault.INACCURATE
+    return Fault.UNDERFLOW if ratio_db(signal, energy(large)) >= min_sqnr_db else Fault.INACCURATE
 
 
 def signal_and_error(expected: Tensor, actual: Tensor) -> tuple[float, Tensor]:

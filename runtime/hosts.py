@@ -44,22 +44,22 @@ _STOCK_LOCK: Final = threading.Lock()
 
 
 def _python_obstacles(
-    program: PteProgram, data: Sources | None, demand: str | None
+    program: PteProgram, data: Sources | None, option: str | None
 ) -> tuple[str, ...]:
-    del data, demand  # supports all
+    del data, option  # supports all
     return _refusals(program, python.check_support)
 
 
 def _stock_obstacles(
-    program: PteProgram, data: Sources | None, demand: str | None
+    program: PteProgram, data: Sources | None, option: str | None
 ) -> tuple[str, ...]:
     if (reason := stock.unavailable_reason()) is not None:
         return (reason,)
     if data is not None and len(list_sources(data)) != 1:
         return ("it takes one file of external data",)
     if machine.has_core_ml():
-        if demand is not None:
-            return (f"Core ML's own backend does not take {demand}",)
+        if option is not None:
+            return (f"Core ML's own backend does not take {option}",)
         if methods := _stateful_methods(program, data):
             return (f"{_KEEPS_NO_STATE}, which {', '.join(methods)} has",)
     return _refusals(program, lambda method: stock.check_support(method, COREML_BACKEND_ID))
@@ -106,7 +106,7 @@ def _has_state(program: PteProgram, method: MethodInfo, info: DelegateInfo) -> b
     return bool(model.function(function).states)
 
 
-def _demand(engine: str, options: EngineOptions | None) -> str | None:
+def _package_only_option(engine: str, options: EngineOptions | None) -> str | None:
     """Return the option that only engines of this package support, as text; None by default."""
     options = options or EngineOptions()
     if engine not in (AUTO, COREML.name):
@@ -118,7 +118,7 @@ def _demand(engine: str, options: EngineOptions | None) -> str | None:
     return None if options.compute_unit is None else "a compute unit beside the program's own"
 
 
-def check_demands_on_stock(engine: str, options: EngineOptions | None) -> None:
+def check_stock_options(engine: str, options: EngineOptions | None) -> None:
     """Refuse options that Core ML's own backend lacks, where it runs the delegates.
 
     Args:
@@ -128,11 +128,11 @@ def check_demands_on_stock(engine: str, options: EngineOptions | None) -> None:
     Raises:
         OptionError: This is macOS, and the backend does not support an option.
     """
-    demand = _demand(engine, options)
-    if machine.has_core_ml() and demand is not None:
+    option = _package_only_option(engine, options)
+    if machine.has_core_ml() and option is not None:
         raise OptionError(
             "on macOS the stock host runs delegates by Core ML's own backend",
-            got=demand,
+            got=option,
             remedy="Use host='python', or leave it out",
         )
 
@@ -182,7 +182,7 @@ def load(
     rejected_hosts = NO_REJECTED_HOSTS
     if host == AUTO:
         program = PteProgram.open(pte)
-        host, rejected_hosts = _choose(program, data, _demand(engine, options))
+        host, rejected_hosts = _choose(program, data, _package_only_option(engine, options))
     if host == _DEFAULT:
         external = None if data is None else ExternalData.open(data)
         return PythonProgram.load(
@@ -192,7 +192,7 @@ def load(
             rejected_hosts=rejected_hosts,
             trace=EventTrace(debug_buffer_size) if enable_etdump else None,
         )
-    check_demands_on_stock(engine, options)
+    check_stock_options(engine, options)
     if machine.has_core_ml() and (methods := _stateful_methods(PteProgram.open(pte), data)):
         _logger.warning("%s, which %s has", _KEEPS_NO_STATE, ", ".join(methods))
     with _STOCK_LOCK:
@@ -211,12 +211,12 @@ def load(
 
 
 def _choose(
-    program: PteProgram, data: Sources | None, demand: str | None
+    program: PteProgram, data: Sources | None, option: str | None
 ) -> tuple[str, RejectedHosts]:
     """Return the first host that runs all methods, else the default host, which may run some."""
     rejected_hosts: dict[str, tuple[str, ...]] = {}
     for name, obstacles in _OBSTACLES.items():
-        reasons = obstacles(program, data, demand)
+        reasons = obstacles(program, data, option)
         if not reasons:
             if rejected_hosts:
                 _log_rejected(f"{program.origin} runs on the {name} host", rejected_hosts)

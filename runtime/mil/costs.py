@@ -87,7 +87,7 @@ class Work:
         together = {index, *fused_with}
         op = self._ops[index]
         read = [name for name in _names(op) if self._producer.get(name) not in together]
-        picked = {b.name for b in op.inputs.get("x", ()) if isinstance(b, Ref)}
+        partly_read = {b.name for b in op.inputs.get("x", ()) if isinstance(b, Ref)}
         is_part = op.type in _TAKE_PARTS
         written_names = [
             out.name
@@ -99,7 +99,7 @@ class Work:
             result_bytes = sum(self._size(out.name) for out in op.outputs)
             for name in read:
                 size = self._size(name)
-                stored += min(size, result_bytes) if is_part and name in picked else size
+                stored += min(size, result_bytes) if is_part and name in partly_read else size
             return stored + sum(map(self._size, written_names))
         except UnknownSizeError:
             return None

@@ -313,11 +313,11 @@ class _Copies:
     def __init__(self, first: _LoadedMethod) -> None:
         self._first = first
         self._idle = [first]
-        self._room = threading.Semaphore(cpu_count())
+        self._slots = threading.Semaphore(cpu_count())
 
     def run(self, inputs: Sequence[Value]) -> list[Value]:
         """Run the method once, when fewer calls are running than there are CPUs."""
-        with self._room:
+        with self._slots:
             try:
                 copy = self._idle.pop()  # atomic, so no lock
             except IndexError:

@@ -100,9 +100,9 @@ def in_dim_order(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 def _wrong(index: int, method: MethodInfo, what: str, got: str, spec: ValueSpec) -> InputError:
     name = input_names(method)[index]
-    called = "" if name == str(index) else f" ({name})"
+    label = "" if name == str(index) else f" ({name})"
     return InputError(
-        f"input {index}{called} of method {method.name!r} {what}",
+        f"input {index}{label} of method {method.name!r} {what}",
         got=got,
         expected=_describe_spec(spec),
     )

@@ -101,7 +101,7 @@ class _ThreadState(threading.local):
     error: BaseException | None = None
     is_kept: bool = False
     loaded: list[DelegateCallable] | None = None
-    room: int | None = None
+    remaining_bytes: int | None = None
 
 
 class KeptErrors:
@@ -224,17 +224,17 @@ class Shim:
         finally:
             self._state.loaded = before
 
-    def give_room(self, nbytes: int | None) -> None:
+    def set_remaining_bytes(self, nbytes: int | None) -> None:
         """Set the number of bytes of values that delegates of this thread may log; None: unknown.
 
         The runtime ends the process when its debug buffer is full.
         """
-        self._state.room = nbytes
+        self._state.remaining_bytes = nbytes
 
     @property
-    def room(self) -> int | None:
+    def remaining_bytes(self) -> int | None:
         """Bytes that delegates of this thread may still log; None if unknown."""
-        return self._state.room
+        return self._state.remaining_bytes
 
     # --- callbacks
 
@@ -330,12 +330,12 @@ class Shim:
 
     def _log_value(self, tracer: int, symbol: bytes, value: torch.Tensor) -> None:
         tensor = value.to(LOGGED_AS.get(value.dtype, value.dtype))
-        room = self._state.room
-        if room is not None:
-            room -= tensor.nbytes + ALIGNMENT
-            if room < 0:
+        remaining = self._state.remaining_bytes
+        if remaining is not None:
+            remaining -= tensor.nbytes + ALIGNMENT
+            if remaining < 0:
                 raise debug_buffer_error(symbol.decode(), tensor.nbytes)
-            self._state.room = room
+            self._state.remaining_bytes = remaining
         sizes = (ctypes.c_int32 * tensor.dim())(*tensor.shape)
         code = self._library.coreml_shim_log_value(
             tracer,

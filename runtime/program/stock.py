@@ -149,14 +149,14 @@ class StockProgram:
         loaded: Any,
         *,
         rejected_hosts: RejectedHosts,
-        room: int | None = None,
+        remaining_bytes: int | None = None,
     ) -> None:
         self.rejected_hosts = rejected_hosts
         self._program = program
         self._loaded = loaded
         # Bytes left for values; None if events are not logged.
-        self._room = room
-        self._logs_values = bool(room)
+        self._remaining_bytes = remaining_bytes
+        self._logs_values = bool(remaining_bytes)
         self._written: tuple[bytes, bytes] | None = None
         self._methods: dict[str, Any] = {}
         self._delegates: dict[str, list[DelegateCallable]] = {}
@@ -192,7 +192,7 @@ class StockProgram:
         check_complete(program, None if data is None else ExternalData.open(data))
         planned = max((sum(method.arena_sizes) for method in program.methods), default=0)
         limits.require_available_memory(planned, "the memory that the program plans")
-        room = debug_buffer_size if enable_etdump else None
+        remaining_bytes = debug_buffer_size if enable_etdump else None
         runtime = _runtime()
         content = _content(pte)
         with _RUNTIME_LOCK, _as_path(data) as data_path:
@@ -207,7 +207,7 @@ class StockProgram:
                 raise ProgramError(
                     "the stock runtime refuses the program", got=first_line(error)
                 ) from error
-        return cls(program, loaded, rejected_hosts=rejected_hosts, room=room)
+        return cls(program, loaded, rejected_hosts=rejected_hosts, remaining_bytes=remaining_bytes)
 
     @property
     def method_names(self) -> tuple[str, ...]:
@@ -272,18 +272,18 @@ class StockProgram:
                 remedy="Load the program again, or use host='python'",
             )
         shim = loaded_shim()
-        if not self._logs_values or self._room is None or shim is None:
+        if not self._logs_values or self._remaining_bytes is None or shim is None:
             yield
             return
         own = _logged_bytes(info)
-        if own > self._room:
+        if own > self._remaining_bytes:
             raise debug_buffer_error(f"method {info.name!r}", own)
-        shim.give_room(self._room - own)
+        shim.set_remaining_bytes(self._remaining_bytes - own)
         try:
             yield
         finally:
-            self._room = shim.room or 0
-            shim.give_room(None)
+            self._remaining_bytes = shim.remaining_bytes or 0
+            shim.set_remaining_bytes(None)
 
     def write_etdump_result_to_file(
         self, etdump_path: Path | str, debug_buffer_path: Path | str | None = None
@@ -298,7 +298,7 @@ class StockProgram:
             OptionError: The program was not loaded with ``enable_etdump``.
             OSError: A file cannot be written.
         """
-        check_traced(self._room is not None)
+        check_traced(self._remaining_bytes is not None)
         if self._written is None:
             self._written = self._events()
         write_trace(*self._written, etdump_path, debug_buffer_path)

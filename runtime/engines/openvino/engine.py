@@ -23,7 +23,7 @@ _MODULES.setdefault(_TELEMETRY, None)
 class OpenVinoEngine:
     """Executes a function as one OpenVINO graph on the CPU.
 
-    Values are computed in fp32, or in bf16 on request, whatever the program declares: fp16 inputs,
+    Values are computed in fp32, or in bf16 on request, not in the declared dtypes: fp16 inputs,
     outputs and states are converted at the boundary, and a cast to fp16 in between does nothing.
     """
 

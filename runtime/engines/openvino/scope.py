@@ -47,7 +47,7 @@ class Scope:
         return Scope(self, self.shared)
 
     def body(self) -> Scope:
-        """Return a scope for a nested block that is translated into a graph of its own."""
+        """Return a scope for a nested block that is translated into a separate graph."""
         return Scope(self)
 
     @property
@@ -105,7 +105,7 @@ class Scope:
     def _value_of(self, name: str) -> Value:
         if name not in self.values:
             if self.outer is None:
-                raise refusal("use of a value without a place in the graph", name)
+                raise refusal("use of an undefined value", name)
             value = self.outer._value_of(name)
             if self.outer.shared is self.shared:
                 return value
@@ -149,7 +149,7 @@ def make_parameter(name: str, type_: ValueType) -> tuple[Any, Any]:
         UnsupportedOpError: OpenVINO has no such type.
     """
     if not isinstance(type_, TensorType) or type_.dtype not in graph.INTERFACE_TYPE:
-        raise refusal(f"value {name!r} has a type OpenVINO cannot hold", type_)
+        raise refusal(f"value {name!r} has a type that OpenVINO lacks", type_)
     node = ov.op.Parameter(graph.INTERFACE_TYPE[type_.dtype], partial_shape(type_.shape))
     node.set_friendly_name(name)
     return node, graph.convert_to(node.output(0), graph.GRAPH_TYPE[type_.dtype])

@@ -164,7 +164,7 @@ class _Translation:
     def _result(self, feature: Feature, declared: dict[str, TensorType]) -> Any:
         name = feature.name
         if name not in self.values:
-            raise refusal("model output is not computed by its function", name)
+            raise refusal("the function does not compute a model output", name)
         # The model description may declare another dtype than the value has.
         type_ = declared.get(name, feature.type)
         return _make_result(self.scope.tensor(self.values[name]), type_, name)
@@ -198,7 +198,7 @@ def _declared_types(function: Function) -> dict[str, TensorType]:
 
 def _make_result(value: Any, type_: TensorType, name: str) -> Any:
     if type_.dtype not in graph.INTERFACE_TYPE:
-        raise refusal(f"output {name!r} has a type OpenVINO cannot hold", type_)
+        raise refusal(f"output {name!r} has a type that OpenVINO lacks", type_)
     result = ops.result(graph.convert_to(value, graph.INTERFACE_TYPE[type_.dtype]))
     result.set_friendly_name(name)
     return result

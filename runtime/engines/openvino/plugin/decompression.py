@@ -56,7 +56,7 @@ class _Compressed:
         return (values * _floats(self.scale)).reshape(self.shape).transpose(self.order)
 
 
-def keep_multipliable(weight: Tensor, *, transposed: bool) -> Tensor:
+def expand_unsupported_weight(weight: Tensor, *, transposed: bool) -> Tensor:
     """Return the second operand of a matrix product, expanded where the plugin needs floats.
 
     Args:
@@ -72,7 +72,7 @@ def keep_multipliable(weight: Tensor, *, transposed: bool) -> Tensor:
 
 
 def expand_weight(value: Tensor) -> Tensor:
-    """Return a compressed weight as floats, any other value as it is."""
+    """Return a compressed weight as floats; any other value is returned unchanged."""
     compressed = _find_compressed(value)
     return value if compressed is None else ops.constant(np.ascontiguousarray(compressed.dense()))
 

@@ -19,7 +19,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin.convolutions import separate_products
-from coreml_delegate.runtime.engines.openvino.plugin.quantized import keep_quantized_values
+from coreml_delegate.runtime.engines.openvino.plugin.quantized import mend_quantized_ops
 from coreml_delegate.runtime.engines.openvino.plugin.reductions import mend_reductions
 from coreml_delegate.runtime.engines.openvino.plugin.rotation import fuse_rotary_embeddings
 from coreml_delegate.runtime.engines.openvino.plugin.transposes import separate_transposes
@@ -41,7 +41,7 @@ def rewrite_for_plugin(model: Any) -> None:
         manager.register_pass(MatcherPass(matcher, rewrite.rewrite))
     manager.run_passes(model)
     fuse_rotary_embeddings(model)
-    keep_quantized_values(model)
+    mend_quantized_ops(model)
     mend_reductions(model)
     separate_transposes(model)
     separate_products(model)
@@ -124,14 +124,14 @@ def _source_of_deviations(x: Any, axes: Sequence[int]) -> Any:
     source, mean = node.input_value(0), node.input_value(1).get_node()
     if mean.get_type_name() != "ReduceMean" or not mean.get_keep_dims():
         return None
-    averaged = constant_ints(mean.input_value(1))
-    if averaged is None or mean.input_value(0) != source:
+    mean_axes = constant_ints(mean.input_value(1))
+    if mean_axes is None or mean.input_value(0) != source:
         return None
-    normed, centred = (
-        {normalize_axis(a, rank(source)) for a in group} for group in (axes, averaged)
+    norm_dims, mean_dims = (
+        {normalize_axis(a, rank(source)) for a in group} for group in (axes, mean_axes)
     )
-    last = set(range(rank(source) - len(normed), rank(source)))
-    return source if normed == centred == last else None
+    last = set(range(rank(source) - len(norm_dims), rank(source)))
+    return source if norm_dims == mean_dims == last else None
 
 
 class _MultipliedSoftmax:

@@ -85,7 +85,7 @@ _IN_ONE_LOOP = (
 )
 
 
-def keep_quantized_values(model: Any) -> None:
+def mend_quantized_ops(model: Any) -> None:
     """Rewrite quantized ops of ``model`` that the plugin would evaluate wrongly, in place."""
     nodes = list(model.get_ops())
     if any(node.get_type_name() == _FAKE_QUANTIZE for node in nodes):
@@ -102,7 +102,7 @@ def _mend_concat(join: Any) -> None:
     if any(not _equal(pair, bounds[0]) for pair in bounds):
         for grid in grids:
             if _is_fed_by(grid, FUSED_WITH_REDUCTIONS | _CODE_PRESERVING, (_FAKE_QUANTIZE,)):
-                _stop_codes(grid, 0)
+                _stop_code_propagation(grid, 0)
             # Intact, the plugin would fuse it with a convolution before it.
             grid.output(0).replace(_decompose_fake_quantize(grid))
 
@@ -113,7 +113,7 @@ def _mend_average_pool(pool: Any) -> None:
     If only fake-quantizes follow, the plugin rounds directly to their codes, which is right.
     """
     if not _feeds_fake_quantizes_only(pool) and _find_fake_quantizes(pool.input_value(0)):
-        _stop_codes(pool, 0)
+        _stop_code_propagation(pool, 0)
         return
     attributes = pool.get_attributes()
     begin, end = attributes["pads_begin"], attributes["pads_end"]
@@ -121,7 +121,7 @@ def _mend_average_pool(pool: Any) -> None:
     if attributes["exclude-pad"] or (is_fixed and not any([*begin, *end])):
         return
     if not is_fixed and pool.get_input_partial_shape(0).is_dynamic:
-        _stop_codes(pool, 0)
+        _stop_code_propagation(pool, 0)
         return
     x = pool.input_value(0)
     before, after = (ints([0, 0, *sizes]) for sizes in (begin, end))
@@ -140,13 +140,13 @@ def _mend_pad(pad: Any) -> None:
         value is not None and not value.any() for value in values
     )
     if not is_plain and _find_fake_quantizes(pad.input_value(0)):
-        _stop_codes(pad, 0)
+        _stop_code_propagation(pad, 0)
 
 
 def _mend_norm(norm: Any) -> None:
     """Mend a norm: the plugin adds the epsilon to the variance of the codes, not of the values."""
     if _find_fake_quantizes(norm.input_value(0)):
-        _stop_codes(norm, 0)
+        _stop_code_propagation(norm, 0)
 
 
 def _mend_add(add: Any) -> None:
@@ -162,7 +162,7 @@ def _mend_add(add: Any) -> None:
             _mend_bounds(add)
     elif all(_find_fake_quantizes(add.input_value(port)) for port in ports):
         for port in ports:
-            _stop_codes(add, port)
+            _stop_code_propagation(add, port)
 
 
 def _mend_bounds(node: Any) -> None:
@@ -172,7 +172,7 @@ def _mend_bounds(node: Any) -> None:
     if len(constants) == 1 or any(constants):
         for port in ports:
             if not constants[port] and _find_fake_quantizes(node.input_value(port)):
-                _stop_codes(node, port)
+                _stop_code_propagation(node, port)
 
 
 def _mend_fake_quantize(grid: Any) -> None:
@@ -180,7 +180,7 @@ def _mend_fake_quantize(grid: Any) -> None:
     if _has_fixed_bounds(grid) and _is_fed_by(
         grid, FUSED_WITH_REDUCTIONS, ("ReduceMax", "ReduceMin")
     ):
-        _stop_codes(grid, 0)
+        _stop_code_propagation(grid, 0)
         grid.output(0).replace(_decompose_fake_quantize(grid))
 
 
@@ -216,7 +216,7 @@ _MENDS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _stop_codes(node: Any, port: int) -> None:
+def _stop_code_propagation(node: Any, port: int) -> None:
     """Insert an op before input ``port`` that keeps values but ends the propagation of codes."""
     x, bound = node.input_value(port), float(np.finfo(np.float32).max)
     # With a bound on the other side, the plugin would fuse the two to a clamp.

@@ -42,11 +42,11 @@ def mend_reductions(model: Any) -> None:
     for node in list(model.get_ops()):
         if node.get_type_name() not in _REDUCTIONS:
             continue
-        _reduce_later_ones(node)
+        _reduce_later_size_one_axes(node)
         if _is_misread(node):
             _add_dimension(node)
         elif _loses_shape(node):
-            _squeeze_apart(node)
+            _separate_squeeze(node)
 
 
 def _is_misread(reduction: Any) -> bool:
@@ -73,7 +73,7 @@ def _is_misread(reduction: Any) -> bool:
     return False
 
 
-def _reduce_later_ones(reduction: Any) -> None:
+def _reduce_later_size_one_axes(reduction: Any) -> None:
     """Also reduce later dimensions of size 1, where ``keep_dims`` keeps all of them anyway."""
     sizes, axes = reduction.get_input_partial_shape(0), constant_ints(reduction.input_value(1))
     if sizes.rank.is_dynamic or not axes or not reduction.get_attributes()["keep_dims"]:
@@ -101,7 +101,7 @@ def _is_transposed(value: Any) -> bool:
     return node.get_type_name() == "Transpose"
 
 
-def _squeeze_apart(reduction: Any) -> None:
+def _separate_squeeze(reduction: Any) -> None:
     """Replace ``reduction`` by one with ``keep_dims`` and a squeeze."""
     readers = reduction.output(0).get_target_inputs()
     reduction.set_attribute("keep_dims", True)

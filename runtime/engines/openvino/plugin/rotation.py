@@ -122,7 +122,7 @@ def _difference(value: Any) -> tuple[Any, Any] | None:
     operands = _operands(value, "Subtract")
     if operands is not None:
         return operands
-    for minuend, other in _orders(_operands(value, "Add")):
+    for minuend, other in _both_orders(_operands(value, "Add")):
         if (subtrahend := _negated(other)) is not None:
             return minuend, subtrahend
     return None
@@ -133,7 +133,7 @@ def _negated(value: Any) -> Any | None:
     node = value.get_node()
     if node.get_type_name() == "Negative":
         return node.input_value(0)
-    for factor, other in _orders(_operands(value, "Multiply")):
+    for factor, other in _both_orders(_operands(value, "Multiply")):
         data = constant_data(factor)
         if data is not None and data.size == 1 and float(data.flat[0]) == -1.0:
             return other
@@ -142,8 +142,8 @@ def _negated(value: Any) -> Any | None:
 
 def _halves(difference: tuple[Any, Any]) -> tuple[Any, Any, Any, Any] | None:
     """Match ``a * cos`` and ``b * sin`` of halves a, b; return (a, b, cos, sin), or None."""
-    for first, cos in _orders(_operands(difference[0], "Multiply")):
-        for second, sin in _orders(_operands(difference[1], "Multiply")):
+    for first, cos in _both_orders(_operands(difference[0], "Multiply")):
+        for second, sin in _both_orders(_operands(difference[1], "Multiply")):
             if _are_halves(first, second):
                 return first, second, cos, sin
     return None
@@ -196,7 +196,7 @@ def _operands(value: Any, kind: str) -> tuple[Any, Any] | None:
     return x, y
 
 
-def _orders(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
+def _both_orders(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
     """Return a pair in both orders; nothing for None."""
     return () if pair is None else (pair, pair[::-1])
 

@@ -37,7 +37,7 @@ def first_indices(x: Tensor, count: int, axis: int, mode: str) -> Any:
     ``last`` are taken, then the elements equal to ``last`` with the lowest indices.
 
     Args:
-        x: Floating-point numbers, none of them NaN.
+        x: Floating-point numbers without NaN.
         count: Number of elements; see ``is_long``.
         axis: Counted from the front.
         mode: ``max`` or ``min``.

@@ -245,7 +245,7 @@ class _Request:
         bound = self._bound_arrays.get(port.name)
         if bound is array or (bound is not None and _is_same_memory(bound, array)):
             return
-        # OpenVINO takes contiguous writable arrays only, though it writes to none.
+        # OpenVINO takes only contiguous writable arrays, although it does not write to them.
         data = np.require(array, requirements=("C", "W"))
         self._request.set_input_tensor(port.index, ov.Tensor(data, shared_memory=True))
         self._bound_arrays[port.name] = data
@@ -457,7 +457,7 @@ class OpenVinoFunction:
             outputs = request.run(inputs, own_state)
             return outputs, () if profiler is None else profiler.times(request.counters())
         except (RuntimeError, MemoryError) as error:
-            # A node that fails on purpose leaves the model as it is.
+            # A node that fails on purpose does not change the model.
             if not self._has_open_inputs or FAILURE in str(error):
                 raise _execution_error(last_line(error)) from error
         finally:

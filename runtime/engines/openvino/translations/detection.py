@@ -47,18 +47,18 @@ def non_maximum_suppression_ios15(
         Boxes [N, max_boxes, 4], scores [N, max_boxes, K], indices [N, max_boxes], counts [N].
     """
     best = ops.reduce_max(scores, ints(-1), False)
-    entered = _candidates(best, score_threshold)
-    entries = ops.unsqueeze(_where(entered, best, -math.inf), ints(1))
+    is_candidate = _candidates(best, score_threshold)
+    candidate_scores = ops.unsqueeze(_where(is_candidate, best, -math.inf), ints(1))
     if per_class_suppression:
         classes = ops.range(ints(0), dim_of(scores, 2), ints(1), "i32")
         of_class = ops.equal(ops.unsqueeze(_first(scores), ints(1)), reshape(classes, (-1, 1)))
-        entries = _where(of_class, entries, -math.inf)
-    alive = _unsuppressed(boxes, entries, iou_threshold, max_boxes)
+        candidate_scores = _where(of_class, candidate_scores, -math.inf)
+    is_kept = _unsuppressed(boxes, candidate_scores, iou_threshold, max_boxes)
     count = _count(boxes, max_boxes)
     ranking = ops.topk(
-        _where(alive, best, -math.inf), count, 1, "max", "value", "i32", stable=True
+        _where(is_kept, best, -math.inf), count, 1, "max", "value", "i32", stable=True
     ).output(1)
-    is_box = ops.gather_elements(alive, ranking, 1)
+    is_box = ops.gather_elements(is_kept, ranking, 1)
     box_indices = ops.unsqueeze(ranking, ints(2))
     wide = ops.unsqueeze(is_box, ints(2))
     missing = ops.subtract(ints(max_boxes), count)
@@ -106,14 +106,14 @@ def _first(values: Any) -> Any:
     return ops.squeeze(top, ints((-1,)))
 
 
-def _unsuppressed(boxes: Any, entries: Any, iou_threshold: float, max_boxes: int) -> Any:
-    """Return a mask [N, B] of unsuppressed boxes; ``entries`` are scores [N, classes, B]."""
+def _unsuppressed(boxes: Any, candidate_scores: Any, iou_threshold: float, max_boxes: int) -> Any:
+    """Return a mask [N, B] of unsuppressed boxes; ``candidate_scores`` are [N, classes, B]."""
     # OpenVINO also suppresses at the threshold, and treats denormal numbers as 0.
     beyond = np.nextafter(np.float32(iou_threshold), np.float32(np.inf))
     beyond = np.maximum(beyond, np.finfo(np.float32).tiny)
     selected = ops.non_max_suppression(
         boxes,
-        entries,
+        candidate_scores,
         ints(max_boxes),
         ops.constant(beyond),
         ops.constant(np.float32(-np.inf)),

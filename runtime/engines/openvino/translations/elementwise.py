@@ -153,7 +153,7 @@ def cast(x: Tensor, dtype: str) -> Result:
     target = DType.from_label(dtype)
     destination = GRAPH_TYPE.get(target)
     if destination is None:
-        raise refusal("cast to a type that has no place in the graph", dtype)
+        raise refusal("cast to an unsupported type", dtype)
     if is_float(x) and destination in (ov.Type.i8, ov.Type.u8):
         # In one step, out-of-range floats would saturate; by way of i32 they wrap, as in MIL.
         x = ops.convert(x, "i32")

@@ -22,8 +22,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers
 from coreml_delegate.runtime.engines.openvino.plugin.decompression import (
+    expand_unsupported_weight,
     expand_weight,
-    keep_multipliable,
 )
 from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, Tensors
@@ -39,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Result:
 @translation("matmul")
 def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Result:
     """Batched matrix product with numpy's broadcasting, in the element type of ``x``."""
-    y = convert_to(keep_multipliable(y, transposed=transpose_y), element_type(x))
+    y = convert_to(expand_unsupported_weight(y, transposed=transpose_y), element_type(x))
     x_axis = -2 if transpose_x and rank(x) > 1 else -1
     x, y = with_equal_sizes(x, x_axis, y, -1 if transpose_y or rank(y) == 1 else -2)
     if is_float(x) and rank(x) == 1 and rank(y) > 1:

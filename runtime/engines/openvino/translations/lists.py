@@ -49,7 +49,7 @@ def make_list(
     """A list of zeros."""
     type_ = GRAPH_TYPE.get(DType.from_label(dtype))
     if type_ is None:
-        raise refusal("list of a type that has no place in the graph", dtype)
+        raise refusal("list of an unsupported type", dtype)
     length = (1,) if init_length is None else constant_ints(init_length)
     # Unknown sizes are 0: the list is empty until the first write.
     sizes = [size or 0 for size in elem_shape]

@@ -201,12 +201,14 @@ def gru(
     return layer.by_loop(functools.partial(_gru_step, gate, act, reset_after))
 
 
-def _gru_biases(of_input: _Weights, of_state: _Weights, reset_after: bool) -> _Weights:
-    """Return the sum, [3 * H]; with ``reset_after`` [4 * H], as r scales n's bias ``of_state``."""
+def _gru_biases(input_bias: _Weights, state_bias: _Weights, reset_after: bool) -> _Weights:
+    """Return the sum [3 * H]; with ``reset_after`` [4 * H], as r scales the state bias of n."""
     if not reset_after:
-        return of_input + of_state
-    gates = 2 * len(of_state) // 3
-    return np.concatenate([of_input[:gates] + of_state[:gates], of_input[gates:], of_state[gates:]])
+        return input_bias + state_bias
+    gates = 2 * len(state_bias) // 3
+    return np.concatenate(
+        [input_bias[:gates] + state_bias[:gates], input_bias[gates:], state_bias[gates:]]
+    )
 
 
 def _gru_step(
@@ -219,17 +221,17 @@ def _gru_step(
 ) -> tuple[Any, ...]:
     (h,) = states
     units = weights.units
-    of_gates, of_output = np.split(weights.state_weights, [2 * units])
+    gate_weights, output_weights = np.split(weights.state_weights, [2 * units])
     sizes = ints([2 * units, units])
-    to_gates, to_output = ops.variadic_split(inputs, ints(1), sizes).outputs()
-    gates = gate.apply(ops.add(to_gates, _product(h, of_gates)))
+    gate_inputs, output_inputs = ops.variadic_split(inputs, ints(1), sizes).outputs()
+    gates = gate.apply(ops.add(gate_inputs, _product(h, gate_weights)))
     update, reset = ops.split(gates, ints(1), 2).outputs()
     if reset_after:
         bias = array_constant(weights.bias[3 * units :])
-        past = ops.multiply(reset, ops.add(_product(h, of_output), bias))
+        recurrent = ops.multiply(reset, ops.add(_product(h, output_weights), bias))
     else:
-        past = _product(ops.multiply(reset, h), of_output)
-    new = act.apply(ops.add(to_output, past))
+        recurrent = _product(ops.multiply(reset, h), output_weights)
+    new = act.apply(ops.add(output_inputs, recurrent))
     return (ops.add(new, ops.multiply(update, ops.subtract(h, new))),)
 
 
@@ -298,18 +300,18 @@ def _lstm_step(
     h, c = states
     peepholes = None if weights.peephole is None else np.split(weights.peephole, 3)
 
-    def opened(inputs: Any, c: Any, index: int) -> Any:
+    def open_gate(inputs: Any, c: Any, index: int) -> Any:
         if peepholes is not None:
             inputs = ops.add(inputs, ops.multiply(c, array_constant(peepholes[index])))
         return gate.apply(inputs)
 
     gates = ops.add(inputs, _product(h, weights.state_weights))
     to_forget, to_input, to_cell, to_output = ops.split(gates, ints(1), 4).outputs()
-    remembered = ops.multiply(opened(to_forget, c, 1), c)
-    c = ops.add(remembered, ops.multiply(opened(to_input, c, 0), cell.apply(to_cell)))
+    old_part = ops.multiply(open_gate(to_forget, c, 1), c)
+    c = ops.add(old_part, ops.multiply(open_gate(to_input, c, 0), cell.apply(to_cell)))
     if clip is not None:
         c = nan.keep_nan(c, ops.clamp(c, -clip, clip))
-    return ops.multiply(opened(to_output, c, 2), out.apply(c)), c
+    return ops.multiply(open_gate(to_output, c, 2), out.apply(c)), c
 
 
 # --- a layer over the steps of its sequence ------------------------------------------------------
@@ -370,7 +372,7 @@ class _Layer:
             options: Additional arguments of ``make``.
         """
         count, units = len(self.directions), self.directions[0].units
-        x, states = self._fitting()
+        x, states = self._checked_inputs()
         by_batch = ops.transpose(x, ints((1, 0, 2)))
         node = make(
             by_batch,
@@ -393,7 +395,7 @@ class _Layer:
     def by_loop(self, step: _Step) -> Result:
         """Return hidden states [s or 1, b, D * H] and last states by a loop over ``step``."""
         count, units = len(self.directions), self.directions[0].units
-        x, initial = self._fitting()
+        x, initial = self._checked_inputs()
         states = [
             ops.split(reshape(state, [-1, count * units]), ints(1), count).outputs()
             for state in initial
@@ -406,7 +408,7 @@ class _Layer:
         hidden, *last = (ops.concat(list(values), -1) for values in zip(*passes, strict=True))
         return self._results(hidden, last)
 
-    def _fitting(self) -> tuple[Tensor, list[Tensor]]:
+    def _checked_inputs(self) -> tuple[Tensor, list[Tensor]]:
         """Return ``x`` and the initial states; computing them fails unless all sizes fit."""
         x = with_size(self.x, 2, self.directions[0].input_weights.shape[1])
         units = sum(direction.units for direction in self.directions)

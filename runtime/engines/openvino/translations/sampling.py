@@ -80,16 +80,16 @@ def random_categorical(
         raise refusal("random_categorical mode", mode, "logits or probs")
     total = rank(x)
     shares = ops.softmax(x, total - 1) if mode == "logits" else x
-    cumulated = ops.cum_sum(shares, ints(total - 1))
-    last = ops.gather(cumulated, ints((-1,)), ints(total - 1))
+    cumulative = ops.cum_sum(shares, ints(total - 1))
+    last = ops.gather(cumulative, ints((-1,)), ints(total - 1))
     leading = ops.gather(shape_of(x), ints(list(range(total - 1))), ints(0))
     values = ops.multiply(_uniform(ops.concat([leading, ints((size,))], 0), seed), last)
     # [..., size, 1] against [..., 1, classes - 1]; rounding may lower the last bound, so it is out.
     bounds = ops.unsqueeze(
-        ops.slice(cumulated, ints((0,)), ints((-1,)), ints((1,)), ints((-1,))), ints(-2)
+        ops.slice(cumulative, ints((0,)), ints((-1,)), ints((1,)), ints((-1,))), ints(-2)
     )
-    passed = ops.greater_equal(ops.unsqueeze(values, ints(-1)), bounds)
-    return ops.reduce_sum(f32(passed), ints((-1,)), False)
+    is_passed = ops.greater_equal(ops.unsqueeze(values, ints(-1)), bounds)
+    return ops.reduce_sum(f32(is_passed), ints((-1,)), False)
 
 
 def _uniform(shape: Tensor, seed: int, low: float = 0.0, high: float = 1.0) -> Any:

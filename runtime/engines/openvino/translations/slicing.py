@@ -59,11 +59,11 @@ def slice_by_index(
         # The plugin makes a gather a view where memory allows; a strided slice is always a copy.
         return ops.gather(x, ints(index), ints(axis))
     if any(step != 1 for step in steps):
-        return _stepped(x, begin, end, steps, *masks, squeezed)
+        return _slice_with_steps(x, begin, end, steps, *masks, squeezed)
     return ops.strided_slice(x, begin, end, ints(steps), *masks, [0] * axes, squeezed, [0] * axes)
 
 
-def _stepped(
+def _slice_with_steps(
     x: Tensor,
     begin: Tensor,
     end: Tensor,
@@ -132,14 +132,18 @@ def slice_by_size(x: Tensor, begin: Tensor, size: Tensor) -> Result:
     axes = rank(x)
     start, count = constant_ints(begin), constant_ints(size)
     lengths = dims(x)
-    counted = start is not None and all(
-        at >= 0 or length is not None for at, length in zip(start, lengths, strict=True)
+    is_known = start is not None and all(
+        begin_ >= 0 or length is not None for begin_, length in zip(start, lengths, strict=True)
     )
-    if counted and start is not None and count is not None:
+    if is_known and start is not None and count is not None:
         first = [
-            at + (length or 0) if at < 0 else at for at, length in zip(start, lengths, strict=True)
+            begin_ + (length or 0) if begin_ < 0 else begin_
+            for begin_, length in zip(start, lengths, strict=True)
         ]
-        stop = [INT_MAX if n == -1 else at + n for at, n in zip(first, count, strict=True)]
+        stop = [
+            INT_MAX if count_ == -1 else begin_ + count_
+            for begin_, count_ in zip(first, count, strict=True)
+        ]
         return ops.slice(x, ints(first), ints(stop), ints([1] * axes))
     zero = ints(0)
     # Indices may have 8 bits, which may overflow when a size is added.

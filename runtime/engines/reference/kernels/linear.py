@@ -28,10 +28,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 @kernel("matmul", widen=True)
 def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
     """Batched matrix product with numpy's broadcasting; transposing a vector has no effect."""
-    x_ = x.mT if transpose_x and x.dim() > 1 else x
-    y_ = y.mT if transpose_y and y.dim() > 1 else y
+    first = x.mT if transpose_x and x.dim() > 1 else x
+    second = y.mT if transpose_y and y.dim() > 1 else y
     dtype = torch.promote_types(x.dtype, y.dtype)
-    return torch.matmul(x_.to(dtype), y_.to(dtype))
+    return torch.matmul(first.to(dtype), second.to(dtype))
 
 
 @kernel("einsum", widen=True)

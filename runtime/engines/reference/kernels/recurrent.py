@@ -203,7 +203,7 @@ def _lstm_pass(
     gate, cell, out = activations
     size = h.shape[-1]
 
-    def opened(inputs: Tensor, c: Tensor, index: int) -> Tensor:
+    def open_gate(inputs: Tensor, c: Tensor, index: int) -> Tensor:
         # Without a peephole no zeros are added: zero times infinity would be NaN.
         return gate(inputs if peephole is None else inputs + peephole.split(size)[index] * c)
 
@@ -211,8 +211,8 @@ def _lstm_pass(
     for step in steps:
         gates = F.linear(step, weight_ih, bias) + F.linear(h, weight_hh)
         i, f, o, z = gates.split(size, dim=-1)
-        c_new = opened(f, c, 1) * c + opened(i, c, 0) * cell(z)
+        c_new = open_gate(f, c, 1) * c + open_gate(i, c, 0) * cell(z)
         c = c_new if clip is None else c_new.clamp(-clip, clip)
-        h = opened(o, c, 2) * out(c)
+        h = open_gate(o, c, 2) * out(c)
         hidden.append(h)
     return hidden, h, c

@@ -22,7 +22,7 @@ MIN_CLASSES = 5
 
 @dataclass(slots=True)
 class Hits:
-    """Counts of labelled rows, and of rows with the right class in front.
+    """Counts of labelled rows, and of rows with a high score of the right class.
 
     Attributes:
         rows: Number of rows.

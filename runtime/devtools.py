@@ -17,7 +17,7 @@ _NO_NEWS = ("Output Buffer not found", "Unsupported kwarg encountered", "The giv
 
 
 class Inspector(_Inspector):
-    """``executorch.devtools.Inspector`` with a ``calculate_numeric_gap`` for such delegates.
+    """``executorch.devtools.Inspector`` that can compare values of delegates with several outputs.
 
     ExecuTorch 1.5 assumes that every op of a delegate has as many outputs as the delegate, and then
     fails with ``IndexError``. Here an op has one output. ExecuTorch also fails if a graph has the

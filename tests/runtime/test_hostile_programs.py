@@ -330,7 +330,7 @@ def test_endless_loops_end(engine, dtype, threads, monkeypatch):
     message = (
         r"while_loop '\w+' at main op \d+ .*do not end within 50 turns"
         if engine is REFERENCE
-        else "the program asks for too much: got a loop has more than 50 turns"
+        else "the program exceeds a limit: got a loop has more than 50 turns"
     )
     with pytest.raises(ExecutionError, match=message):
         compiled(inputs)

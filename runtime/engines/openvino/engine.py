@@ -30,7 +30,7 @@ class OpenVinoEngine:
     name = "openvino"
 
     def unavailable_reason(self) -> str | None:
-        """Why OpenVINO cannot be used on this machine, or None if it can."""
+        """Return the reason why OpenVINO cannot be used on this machine, or None if it can."""
         try:
             _core()
         except ImportError as error:
@@ -49,7 +49,7 @@ class OpenVinoEngine:
     def compile(
         self, function: Function, options: EngineOptions, source: ProgramSource | None = None
     ) -> CompiledFunction:
-        """Translate and compile ``function``, or find it in the cache of compiled functions.
+        """Translate and compile ``function``, or load it from the cache of compiled functions.
 
         Args:
             function: The function to run.

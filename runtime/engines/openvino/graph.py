@@ -62,7 +62,7 @@ def output(value: Any) -> Any:
 
 
 def element_type(value: Tensor) -> ov.Type:
-    """Element type of a value."""
+    """Return the element type of a value."""
     return output(value).get_element_type()
 
 
@@ -105,7 +105,7 @@ def static_dims(value: Tensor, axes: Sequence[int]) -> tuple[int, ...]:
 
 
 def normalize_axis(axis: int, rank_: int) -> int:
-    """Return a possibly negative axis counted from the front."""
+    """Return ``axis``, which may be negative, counted from the front."""
     return axis + rank_ if axis < 0 else axis
 
 

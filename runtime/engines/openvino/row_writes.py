@@ -62,7 +62,7 @@ class RowWrite:
 
 
 def find_row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
-    """Return the row writes that turn ``before`` into ``after``, in order; None if others do."""
+    """Return the row writes that turn ``before`` into ``after``, in order; None if other ops do."""
     writes: list[RowWrite] = []
     while not _is_same_output(before, after):
         write = _as_row_write(after)

@@ -74,7 +74,7 @@ class Scope:
             UnsupportedOpError: The value is a list, or a constant that is no tensor.
         """
         if isinstance(value, TensorList):
-            raise refusal("list in the place of a tensor", value.elements.get_partial_shape())
+            raise refusal("list where a tensor is needed", value.elements.get_partial_shape())
         if not isinstance(value, Constant | Weight):
             return value
         nodes = self.shared.nodes

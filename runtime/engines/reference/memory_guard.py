@@ -189,7 +189,7 @@ def _result_bytes(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) ->
         results = func(*_on_meta(args), **{**_on_meta(keywords), **_placement(keywords)})
     except Exception:  # noqa: BLE001 - operators raise anything
         # Either the operator fails on real operands too and is reported then, or the size of its
-        # result depends on values; those operators of torch select elements, so results are small.
+        # result depends on values; such operators of torch only select elements of their operands.
         return 0
     tensors = (result for result in tree_iter(results) if isinstance(result, Tensor))
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)

@@ -135,7 +135,7 @@ def _source_of_deviations(x: Any, axes: Sequence[int]) -> Any:
 
 
 class _MultipliedSoftmax:
-    """Remove the ops that spread NaN over the rows of a softmax, if a matrix product sums them.
+    """Remove ops that spread NaN over the rows of a softmax, if a matrix product sums over rows.
 
     The product spreads NaN as well, and the plugin has a fused kernel for softmax and product.
     """

@@ -129,7 +129,7 @@ def _exponents(y: Any) -> NDArray[np.int32] | None:
 
 def _shift_right(x: Any, exponents: NDArray[np.int32]) -> Any:
     """Return int32 ``x >> exponents``, as multiplications: the plugin's own shift is slow."""
-    # With the shifted-out bits cleared, f32 holds the dividend exactly; two halves if few are.
+    # f32 is exact for a dividend without the shifted-out bits; if these are few, for two halves.
     masks = [-(1 << exponents)]
     if exponents.min() < _WORD - _EXACT.bit_length() + 1:
         masks = [masks[0] & -_HALF, masks[0] & (_HALF - 1)]

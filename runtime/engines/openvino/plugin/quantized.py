@@ -103,7 +103,7 @@ def _mend_concat(join: Any) -> None:
         for grid in grids:
             if _is_fed_by(grid, FUSED_WITH_REDUCTIONS | _CODE_PRESERVING, (_FAKE_QUANTIZE,)):
                 _stop_code_propagation(grid, 0)
-            # Intact, the plugin would fuse it with a convolution before it.
+            # The plugin would fuse a fake-quantize with a convolution before it.
             grid.output(0).replace(_decompose_fake_quantize(grid))
 
 

@@ -39,8 +39,7 @@ _TRANSLATION: Final = ("coreml_delegate.runtime.engines", "coreml_delegate.runti
 # Seconds of processor time. A model found in the cache saves about 0.9 ms for each op (measured on
 # MobileNetV2, ResNet-50 and ViT-B/16 in fp16: 0.17, 0.26 and 0.85 s become 0.04, 0.11 and 0.38). It
 # costs, for each byte of weights, the digest (0.7 GB/s a core) and the checksum of the entry (3.1
-# GB/s). So compiling a stack of 25 large layers takes no longer than loading it; likewise for small
-# programs.
+# GB/s). So loading a stack of 25 large layers, or a small program, saves no time.
 _SAVED_PER_OP: Final = 0.9e-3
 _COST_PER_BYTE: Final = 1.5e-9
 _WORTHWHILE: Final = 20e-3

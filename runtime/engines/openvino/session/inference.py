@@ -102,7 +102,7 @@ class Interface:
 
     @classmethod
     def decode(cls, fields: Mapping[str, Any]) -> Interface:
-        """Return the interface that ``encode`` returned ``fields`` of.
+        """Return the interface from the result of ``encode``.
 
         Raises:
             KeyError: A field is missing.
@@ -355,7 +355,7 @@ def _is_same_memory(bound: Array, array: Array) -> bool:
 def _execution_error(message: str) -> ExecutionError:
     _, purpose, reason = message.partition(FAILURE)
     if purpose:
-        return ExecutionError("the program asks for too much", got=reason.partition("'")[0])
+        return ExecutionError("the program exceeds a limit", got=reason.partition("'")[0])
     return ExecutionError("OpenVINO failed to run the function", got=message)
 
 
@@ -443,7 +443,7 @@ class OpenVinoFunction:
             raise InputError(
                 "wrong state",
                 got=type(state).__name__,
-                expected="what make_state returned" if self._states else "None",
+                expected="a state from make_state" if self._states else "None",
             )
         if isinstance(state, OpenVinoState):
             state.arrange(self.interface.writes)

@@ -92,7 +92,7 @@ def non_maximum_suppression(
 
 
 def _candidates(best: Any, score_threshold: float) -> Any:
-    """Return a mask [N, B] of the boxes above the threshold, or of the best box if none is."""
+    """Return a mask [N, B] of the boxes above the threshold, or else of the best box."""
     above = ops.greater(best, scalar(score_threshold, best))
     is_empty = ops.logical_not(ops.reduce_logical_or(above, ints(1), True))
     indices = ops.range(ints(0), dim_of(best, 1), ints(1), "i32")

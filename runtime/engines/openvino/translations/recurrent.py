@@ -337,7 +337,7 @@ class _Direction:
 
     @property
     def units(self) -> int:
-        """H."""
+        """Number of units, H."""
         return self.state_weights.shape[1]
 
 

@@ -84,7 +84,7 @@ def random_categorical(
     last = ops.gather(cumulative, ints((-1,)), ints(total - 1))
     leading = ops.gather(shape_of(x), ints(list(range(total - 1))), ints(0))
     values = ops.multiply(_uniform(ops.concat([leading, ints((size,))], 0), seed), last)
-    # [..., size, 1] against [..., 1, classes - 1]; rounding may lower the last bound, so it is out.
+    # [..., size, 1] against [..., 1, classes - 1]; not the last bound, which rounding may lower.
     bounds = ops.unsqueeze(
         ops.slice(cumulative, ints((0,)), ints((-1,)), ints((1,)), ints((-1,))), ints(-2)
     )

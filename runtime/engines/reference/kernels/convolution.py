@@ -129,7 +129,7 @@ Padding = tuple[tuple[int, int], ...]
 
 
 def window_extent(kernel_sizes: Sequence[int], dilations: Sequence[int]) -> tuple[int, ...]:
-    """Input elements that a dilated window spans, per spatial dimension."""
+    """Return the number of input elements that a dilated window spans, per spatial dimension."""
     return tuple((k - 1) * d + 1 for k, d in zip(kernel_sizes, dilations, strict=True))
 
 

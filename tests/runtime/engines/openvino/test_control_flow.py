@@ -261,7 +261,7 @@ def test_a_list_in_place_of_a_tensor_is_refused():
     ]
     main = handmade.function(ops, ["y"])
     first, second = OPENVINO.unsupported(main)
-    assert first.startswith("relu (output 'y'): list in the place of a tensor")
+    assert first.startswith("relu (output 'y'): list where a tensor is needed")
     assert second.startswith("list_length (output 'n'): parameter 'ls': got a tensor")
 
 

@@ -203,7 +203,7 @@ def test_states_persist_and_are_independent():
 
 def test_a_state_of_another_kind_is_refused():
     compiled = OPENVINO.compile(_counter(), EngineOptions())
-    with pytest.raises(InputError, match="expected what make_state returned"):
+    with pytest.raises(InputError, match="expected a state from make_state"):
         compiled({"x": np.zeros(2, np.float16)})
     stateless = _compile(_double, {"x": np.zeros(2, np.float32)})
     assert stateless.make_state() is None

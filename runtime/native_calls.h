@@ -1,10 +1,11 @@
-// How functions of native_calls.cpp are called, from Python and from C++.
+// The interface of native_calls.cpp for Python and C++.
 
 #pragma once
 
 #include <cstdint>
 
-// Of this interface, and of the descriptions of functions and models. To be raised with any of them.
+// Version of this interface and of the descriptions of functions and models. Increment it with any
+// change of these.
 constexpr int32_t kNativeVersion = 3;
 
 // A contiguous tensor of a call.
@@ -15,29 +16,29 @@ struct NativeArgument {
   int32_t type; // c10::ScalarType
 };
 
-// Gives argument `n` of a call, an output, other sizes. Returns its memory, which may be another
-// than before, or null if it cannot have them.
+// Resizes argument `n` of a call, an output. Returns its memory, whose address may have changed, or
+// null if these sizes are impossible.
 using NativeResize =
     void* (*)(void* context, uint64_t n, const int64_t* sizes, uint64_t rank);
 
-// The states of one caller. A state that calls replace has memory on both sides: a call reads
-// `side` and writes the other one, which is then `side`. A state that calls write rows of has the
-// same memory on both.
+// The states of one caller. A state that calls replace has memory on both sides: a call reads side
+// `side` and writes the other side, which then becomes `side`. A state that calls write rows to has
+// the same memory on both sides.
 struct NativeState {
   int64_t side;
-  const int64_t* has_rows; // for each state, whether calls write rows of it
+  const int64_t* has_rows; // for each state, whether calls write rows to it
   void** memory[2];
 };
 
 enum NativeResult : int32_t {
   kDone = 0,
   kNotHere = 1, // another type, shape or number of tensors, or a value out of range
-  kFailed = 2, // OpenVINO failed, or a row that does not exist is to be written
+  kFailed = 2, // OpenVINO failed, or the index of a row to write is out of range
 };
 
-// Runs once: `arguments` are the inputs, then the outputs; `resize` may be null. May be called by
-// several threads at once if the model has no states. If the result is not kDone, no state has
-// changed.
+// Runs once. `arguments` are the inputs, then the outputs; `resize` may be null. Several threads
+// may call it at the same time if the model has no states. Unless the result is kDone, no state
+// has changed.
 using NativeRun = int32_t (*)(
     void* model,
     const NativeArgument* arguments,
@@ -49,8 +50,8 @@ extern "C" {
 
 int32_t coreml_native_version();
 
-// Writes what compiled models depend on besides the program: OpenVINO's version, and the CPU with
-// what it is capable of. Returns 1, or 0 if OpenVINO fails or the text takes more bytes.
+// Writes the properties of the machine that compiled models depend on: OpenVINO's version, and the
+// CPU with its capabilities. Returns 1, or 0 if OpenVINO fails or the text is longer than `size`.
 int32_t coreml_native_machine(const char* device, char* text, uint64_t size);
 
 // Returns a function without models, or null with a message in `error`. The words describe its
@@ -64,8 +65,8 @@ void* coreml_native_create(
     char* error,
     uint64_t error_size);
 
-// Adds a model, for the input shapes that it takes. Returns 1, or 0 with a message in `error`. The
-// content has to stay as long as the function does: constants are read from it.
+// Adds a model, for its input shapes. Returns 1, or 0 with a message in `error`. The content must
+// live as long as the function, because constants are read from it.
 int32_t coreml_native_add(
     void* function,
     const int64_t* words,
@@ -75,11 +76,11 @@ int32_t coreml_native_add(
     char* error,
     uint64_t error_size);
 
-// What has been bound keeps the function.
+// Bound models keep the function alive.
 void coreml_native_free(void* function);
 
-// Returns what coreml_native_run takes as a model, or null for want of memory. States stay the
-// caller's; where there are none, a function that has states gets some of its own, all zeros.
+// Returns a model for coreml_native_run, or null if memory is insufficient. The caller owns
+// `state`; if it is null, a function with states gets its own, initially zero.
 void* coreml_native_bind(void* function, NativeState* state);
 
 void coreml_native_unbind(void* model);

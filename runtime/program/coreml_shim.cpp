@@ -1,8 +1,8 @@
 // A backend of the stock ExecuTorch runtime whose delegates are executed by callbacks.
 //
 // The interface is a plain C table, called through ctypes: it needs neither Python's nor torch's
-// headers, and builds in seconds. The runtime is built without exceptions, so none may leave
-// a function of this file that the runtime calls.
+// headers, and builds in seconds. The runtime is built without exceptions, so functions that it
+// calls must not throw.
 
 #include <atomic>
 #include <chrono>
@@ -35,7 +35,7 @@ using executorch::aten::ArrayRef;
 using executorch::aten::SizesType;
 using executorch::aten::Tensor;
 
-// --- The interface; shim.py holds the other side of it. ---------------------------------------
+// --- The interface; shim.py has the Python side of it. ----------------------------------------
 
 struct SpecView {
   const char* key;
@@ -67,7 +67,7 @@ struct Callbacks {
   DestroyCallback destroy;
 };
 
-// A value travels as int64 numbers: these fields, then `rank` sizes and `rank` strides.
+// A value is passed as int64 numbers: these fields, then `rank` sizes and `rank` strides.
 enum Field : size_t {
   kIsTensor, // 0: no tensor, and the other fields are zero
   kDtype, // ScalarType number
@@ -83,23 +83,23 @@ constexpr int32_t kInterfaceVersion = 4;
 
 // --- State --------------------------------------------------------------------------------------
 
-// Set when the interpreter is about to end: callbacks would then call into nothing.
+// Set before the interpreter ends, after which callbacks would be invalid.
 std::atomic<bool> closed{false};
 
 struct Delegate {
-  // Only while init runs: the map belongs to the program, not to us.
+  // Valid only while init runs, because the map belongs to the program.
   const et::NamedDataMap* named_data = nullptr;
   // Set while init runs, if the delegate can be called without Python.
   NativeRun native_run = nullptr;
   void* native_model = nullptr;
-  // Keeps named data alive for as long as the delegate may look at it.
+  // Keeps named data alive as long as the delegate may read it.
   std::vector<et::FreeableBuffer> buffers;
 };
 
-// The Python bindings redirect std::cout and std::cerr for the length of each call and restore what
-// they found. While a callback lets other threads run, two calls can interleave and restore in the
+// The Python bindings redirect std::cout and std::cerr during each call and restore the previous
+// buffers. While a callback lets other threads run, two calls can interleave and restore in the
 // wrong order, leaving a stream with a destroyed buffer. Callbacks therefore run with the streams'
-// real buffers in place.
+// original buffers.
 class StreamGuard {
  public:
   StreamGuard()
@@ -176,7 +176,7 @@ class CallbackBackend final : public et::BackendInterface {
     try {
       return load(context, *processed, compile_specs);
     } catch (...) {
-      // Allocation is all that can throw here.
+      // Only allocation can throw here.
       return et::Error::MemoryAllocationFailed;
     }
   }
@@ -216,7 +216,7 @@ class CallbackBackend final : public et::BackendInterface {
       const StreamGuard guard;
       callbacks_.destroy(handle);
     }
-    // After the callback: it drops the views of the buffers freed here.
+    // After the callback, which drops the views of the buffers freed here.
     delete static_cast<Delegate*>(handle);
   }
 
@@ -272,7 +272,7 @@ SHIM_EXPORT int32_t coreml_shim_version() {
   return kInterfaceVersion;
 }
 
-// Whether some backend, ours or not, has this name already.
+// Whether a backend, ours or another, already has this name.
 SHIM_EXPORT int32_t coreml_shim_has_backend(const char* name) {
   return et::get_backend_class(name) != nullptr ? 1 : 0;
 }
@@ -287,7 +287,7 @@ coreml_shim_register(const char* name, const Callbacks* callbacks) {
   StreamGuard::real_out();
   StreamGuard::real_err();
   try {
-    // The runtime keeps both pointers for the life of the process and has no way to give them back.
+    // The runtime keeps both pointers for the life of the process, without a way to release them.
     auto* const backend = new CallbackBackend(name, *callbacks);
     const et::Error error = et::register_backend({backend->name(), backend});
     if (error != et::Error::Ok) {
@@ -299,7 +299,7 @@ coreml_shim_register(const char* name, const Callbacks* callbacks) {
   }
 }
 
-// To be called by init callbacks only; the data stays valid until the delegate is destroyed.
+// Only for init callbacks; the data stays valid until the delegate is destroyed.
 SHIM_EXPORT int32_t coreml_shim_named_data(
     void* handle,
     const char* key,
@@ -333,7 +333,7 @@ SHIM_EXPORT int32_t coreml_shim_named_data(
   }
 }
 
-// To be called by init callbacks only: from now on the delegate is called this way, where possible.
+// Only for init callbacks: later calls of the delegate use `run` where possible.
 SHIM_EXPORT int32_t
 coreml_shim_set_native(void* handle, NativeRun run, void* model) {
   auto* const delegate = static_cast<Delegate*>(handle);
@@ -345,7 +345,7 @@ coreml_shim_set_native(void* handle, NativeRun run, void* model) {
   return 0;
 }
 
-// Resizes an output tensor and describes it anew: `record` has room for kFieldCount + 2 * rank.
+// Resizes an output tensor and writes its new record, kFieldCount + 2 * rank numbers.
 SHIM_EXPORT int32_t coreml_shim_resize(
     void* evalue,
     const int32_t* sizes,
@@ -373,15 +373,15 @@ SHIM_EXPORT int32_t coreml_shim_resize(
   }
 }
 
-// Whether a tracer wants the values of ops, and not their times alone.
+// Whether a tracer requests the values of ops, in addition to times.
 SHIM_EXPORT int32_t coreml_shim_wants_values(void* tracer) {
   return tracer != nullptr &&
       static_cast<et::EventTracer*>(tracer)->event_tracer_debug_level() >=
       et::EventTracerDebugLogLevel::kIntermediateOutputs;
 }
 
-// To be called by execute callbacks only, as is the next: logs one op of the delegate. Times are
-// nanoseconds of the steady clock, as those of the runtime are, which begin elsewhere.
+// Only for execute callbacks, like the next function: logs one op of the delegate. Times are
+// nanoseconds of the steady clock; the runtime's times have another origin.
 SHIM_EXPORT int32_t coreml_shim_log_op(
     void* tracer,
     const char* symbol,
@@ -448,7 +448,7 @@ SHIM_EXPORT int32_t coreml_shim_log_value(
   }
 }
 
-// No callback is made afterwards; loaded delegates refuse to run.
+// Ends all callbacks; loaded delegates refuse to run afterwards.
 SHIM_EXPORT void coreml_shim_close() {
   closed.store(true);
 }

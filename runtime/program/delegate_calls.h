@@ -1,4 +1,4 @@
-// Calls of a delegate with ExecuTorch's tensors, without Python.
+// Native calls of a delegate, without Python, with ExecuTorch's tensors.
 
 #pragma once
 
@@ -19,7 +19,7 @@ namespace {
 
 using NativeValues = executorch::runtime::Span<executorch::runtime::EValue*>;
 
-// A NativeResize whose context are the values of the call.
+// A NativeResize; its context is the values of the call.
 void* resize_value(void* context, uint64_t n, const int64_t* sizes, uint64_t rank) {
   using executorch::aten::SizesType;
   std::array<SizesType, executorch::runtime::kTensorDimensionLimit> target{};
@@ -39,7 +39,7 @@ void* resize_value(void* context, uint64_t n, const int64_t* sizes, uint64_t ran
   return tensor.mutable_data_ptr();
 }
 
-// Returns kNotHere also for values that are no tensors in row-major order.
+// Returns kNotHere also for a value that is not a row-major tensor.
 int32_t call_natively(NativeRun run, void* model, NativeValues values) {
   static_assert(
       std::is_same_v<executorch::aten::SizesType, int32_t>,

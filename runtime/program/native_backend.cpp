@@ -1,7 +1,7 @@
 // A backend of ExecuTorch for applications without Python.
 //
 // It runs the delegates that `coreml-delegate compile` has compiled on this machine, from the files
-// that the command keeps in the cache. Link it into the application: it registers itself.
+// that the command writes to the cache. It registers itself when linked into the application.
 
 #include <algorithm>
 #include <array>
@@ -32,7 +32,7 @@ namespace {
 
 namespace et = executorch::runtime;
 
-// --- Names of files; native_files.py has the other side of it. ------------------------------------
+// --- Names of files; native_files.py writes the files. --------------------------------------------
 
 // BLAKE2b with a digest of 32 bytes, as RFC 7693 describes it.
 class Digest {
@@ -131,7 +131,7 @@ class Digest {
 
 constexpr char kDevice[] = "CPU";
 
-// What compiled models depend on besides the program.
+// The properties of the machine that compiled models depend on.
 const std::string& machine() {
   static const std::string text = [] {
     std::array<char, 4096> found{};
@@ -179,9 +179,9 @@ std::string path_of(const std::string& key) {
   return cache_folder() + "/native/" + name + ".entry";
 }
 
-// --- Files; entry_cache.py describes entries, native_files.py what is in these. -------------------
+// --- Files; entry_cache.py describes entries, native_files.py their content. ----------------------
 
-// CRC-32, as zlib computes it, of eight bytes at a time.
+// CRC-32 as in zlib, computed eight bytes at a time.
 uint32_t checksum_of(const char* data, size_t size) {
   static const auto tables = [] {
     std::array<std::array<uint32_t, 256>, 8> made{};
@@ -217,7 +217,7 @@ uint32_t checksum_of(const char* data, size_t size) {
   return ~value;
 }
 
-// A file in memory, private: OpenVINO may write to the constants of a model.
+// A privately mapped file, because OpenVINO may write to the constants of a model.
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path) {
@@ -298,7 +298,7 @@ class Reader {
 
 constexpr size_t kHeader = 4096;
 
-// Returns what an entry holds.
+// Returns the payload of an entry.
 Reader payload_of(const MappedFile& file, const std::string& key) {
   if (file.size() < kHeader) {
     throw std::runtime_error("it is no entry of the cache");
@@ -336,7 +336,7 @@ struct Unbind {
   }
 };
 
-// A delegate with states of its own.
+// A delegate with its own states.
 class Delegate {
  public:
   Delegate(const std::string& path, const std::string& key, const char* method)
@@ -406,7 +406,7 @@ class Delegate {
   }
 
  private:
-  // Returns the first `count` of texts that each end with a zero.
+  // Returns the first `count` zero-terminated texts.
   static std::vector<const char*> strings(const char* text, uint64_t bytes, uint64_t count) {
     if (bytes == 0 || text[bytes - 1] != '\0' || count > bytes) {
       throw std::runtime_error("its texts are damaged");
@@ -453,7 +453,7 @@ class NativeBackend final : public et::BackendInterface {
     } catch (const std::bad_alloc&) {
       return et::Error::MemoryAllocationFailed;
     } catch (const std::exception& error) {
-      // The reason first: the runtime cuts long messages off.
+      // The reason comes first, because the runtime truncates long messages.
       ET_LOG(
           Error, "Core ML delegate of method %s: %s: %s", method, error.what(), path.c_str());
       return et::Error::NotFound;

@@ -1,9 +1,9 @@
 // Calls of a compiled function without Python, through OpenVINO's C library.
 //
-// A function has one model, or one for each of its enumerated shapes. A call is given the addresses
-// of its tensors. Small ones are copied; large ones are bound, and stay bound for as long as the
-// caller passes the same memory. What a call cannot do here it leaves to the caller, who has
-// another way: it says so, and has changed nothing.
+// A function has one model, or one for each of its enumerated shapes. A call passes addresses of
+// tensors. Small tensors are copied; large tensors are bound, and stay bound as long as the caller
+// passes the same memory. If a call is impossible here, its result says so, nothing has changed,
+// and the caller has to run the function in another way.
 
 #include "native_calls.h"
 
@@ -26,14 +26,14 @@ namespace {
 
 constexpr int64_t kOpen = -1; // a size that each call brings, or a limit that there is not
 
-// Binding costs about a microsecond, as copying this much does.
+// Bytes up to which tensors are copied. Copying as much takes about a microsecond, as binding does.
 constexpr size_t kCopied = size_t{1} << 14;
 
 using Sizes = std::vector<int64_t>;
 
 // --- Descriptions -------------------------------------------------------------------------------
 
-// Numbers that describe a function or a model of it; native_calls.py writes them.
+// Reads the numbers that describe a function or a model; native_calls.py writes them.
 class Words {
  public:
   Words(const int64_t* words, uint64_t count) : at_(words), end_(words + count) {}
@@ -45,7 +45,7 @@ class Words {
     return *at_++;
   }
 
-  // A number of things that are described next, each by one word or more.
+  // The number of following items, each of which takes at least one word.
   size_t count() {
     const int64_t count = next();
     if (count < 0 || count > end_ - at_) {
@@ -71,7 +71,7 @@ class Words {
 struct Limit {
   int64_t low;
   int64_t high;
-  // The dimension that has to have the same size; an input of kOpen is none.
+  // The dimension that must have the same size; no dimension if the input is kOpen.
   int64_t same_input;
   int64_t same_axis;
 };
@@ -85,8 +85,8 @@ struct Port {
   size_t index = 0;
   ov_element_type_e type = DYNAMIC;
   Sizes sizes;
-  // An output that is fetched from OpenVINO's own memory, because its size is not known before, or
-  // because it must not be bound.
+  // Whether an output is copied from OpenVINO's memory, because its size is not known before the
+  // call, or because it must not be bound.
   bool is_fetched = false;
 };
 
@@ -165,8 +165,8 @@ size_t count_of(const Sizes& sizes) {
   return count_of(sizes.data(), sizes.size());
 }
 
-// Whether a tensor has another type than the model's. Core ML's widest integers have 32 bits, where
-// programs have 64; and it computes in half precision, where programs have single.
+// Whether the tensor's type differs from the model's: programs may have 64-bit integers or single
+// precision where Core ML has 32-bit integers or half precision.
 bool is_converted(const Port& port, const NativeArgument& argument) {
   return element_type(argument.type) != port.type;
 }
@@ -178,7 +178,7 @@ bool has_type(const Port& port, const NativeArgument& argument) {
 }
 
 bool has_sizes(const NativeArgument& argument, const int64_t* sizes, size_t rank) {
-  // A tensor of one element stands for a scalar.
+  // [1] is accepted for a scalar.
   if (argument.rank == 0 && rank == 1 && sizes[0] == 1) {
     return true;
   }
@@ -202,14 +202,14 @@ To bits_of(From value) {
 }
 
 float to_float(uint16_t half) {
-  // The exponent's bias differs by 112; subnormal numbers come out right too.
+  // The exponent's bias differs by 112; subnormal numbers are right too.
   const uint32_t magnitude = uint32_t{half & 0x7FFFu} << 13;
   uint32_t bits = bits_of<uint32_t>(bits_of<float>(magnitude) * 0x1p112f);
   bits |= (half & 0x7C00u) == 0x7C00u ? 0x7F800000u : 0u; // infinity and NaN stay what they are
   return bits_of<float>(bits | uint32_t{half & 0x8000u} << 16);
 }
 
-// Rounds to the nearest, and to the even one of two.
+// Rounds to nearest, ties to even.
 uint16_t to_half(float value) {
   const uint32_t bits = bits_of<uint32_t>(value);
   const uint32_t sign = bits >> 16 & 0x8000u;
@@ -236,7 +236,7 @@ void convert(const void* from, void* to, size_t count, Convert one) {
   }
 }
 
-// Copies an input to the model's memory; false if it has an integer that does not fit there.
+// Copies an input to the model's memory; returns false if an integer is out of range.
 bool copy_in(const Port& port, const NativeArgument& argument, void* memory, size_t count) {
   if (count == 0) {
     return true;
@@ -291,14 +291,14 @@ ov_shape_t shape_of(const Sizes& sizes) {
   return {static_cast<int64_t>(sizes.size()), const_cast<int64_t*>(sizes.data())};
 }
 
-// A tensor that the request reads or writes, and where it lies.
+// A tensor that the request reads or writes, and its address.
 struct Memory {
   TensorPointer tensor;
   const void* data = nullptr;
   Sizes sizes;
 };
 
-// What may be bound to a port: memory of its own, and two places of a caller, as states have.
+// The memory that may be bound to a port: its own, and two addresses of a caller, as of states.
 struct Slot {
   Memory own;
   Memory given[2];
@@ -333,7 +333,7 @@ class Request {
     return ov_compiled_model_create_infer_request(compiled.get(), &request_) == OK;
   }
 
-  // Binds memory of the port's own. The address is null if there are no bytes.
+  // Binds the port's own memory. The address is null for a tensor without elements.
   bool own(const Port& port, size_t slot, bool is_input, const Sizes& sizes, void*& data) {
     Slot& at = slots_[slot];
     data = const_cast<void*>(at.own.data);
@@ -343,7 +343,7 @@ class Request {
         return false;
       }
       TensorPointer made(tensor);
-      // Memory of no bytes cannot be asked for.
+      // OpenVINO has no address for a tensor without elements.
       data = nullptr;
       if ((count_of(sizes) > 0 && ov_tensor_data(tensor, &data) != OK) ||
           !set(port, tensor, is_input)) {
@@ -414,7 +414,7 @@ class Request {
 
   Compiled compiled; // the model of the request
 
-  // Of the call at hand: its arguments, and the sizes of the one that is looked at.
+  // Of the current call: its arguments, and the sizes of the current argument.
   std::vector<NativeArgument> arguments;
   Sizes sizes;
 
@@ -489,7 +489,7 @@ class Model {
     return true;
   }
 
-  // Whether the model takes these tensors, outputs of other sizes aside.
+  // Whether the model accepts these tensors; sizes of outputs are not compared.
   bool fits(const NativeArgument* arguments, size_t count) const {
     if (count != inputs_.size() + outputs_.size()) {
       return false;
@@ -515,7 +515,7 @@ class Model {
     return states_;
   }
 
-  // Whether both read and write the same memory.
+  // Whether both models have states of the same types, sizes and kinds of writes.
   bool has_states_of(const Model& other) const {
     return std::equal(
         states_.begin(), states_.end(), other.states_.begin(), other.states_.end(),
@@ -540,7 +540,7 @@ class Model {
     }
     request->arguments.assign(arguments, arguments + count);
     const int32_t code = run_on(*request, caller);
-    // One that failed is not used again.
+    // A request that failed is not reused.
     if (code != kFailed) {
       give_back(std::move(request));
     } else if (std::any_of(inputs_.begin(), inputs_.end(), is_open)) {
@@ -584,7 +584,7 @@ class Model {
     return count * size_of(port.type) <= kCopied || is_converted(port, argument);
   }
 
-  // The sizes of a tensor as the model has them: those of a scalar are [1].
+  // Sets the sizes of a tensor in the model's form, where a scalar is [1].
   static void set_sizes(const Port& port, const NativeArgument& argument, Sizes& sizes) {
     sizes.assign(argument.sizes, argument.sizes + argument.rank);
     sizes.resize(port.sizes.size(), 1);
@@ -652,7 +652,7 @@ class Model {
     return kDone;
   }
 
-  // Gives an output the sizes that it is to have, if it has others, or no memory.
+  // Resizes an output to `sizes` if it has other sizes or no memory.
   static bool make_fit(
       NativeArgument& argument, size_t n, const Sizes& sizes, const Caller& caller) {
     const bool has_memory = argument.data != nullptr || count_of(sizes) == 0;
@@ -710,7 +710,7 @@ class Model {
     return kDone;
   }
 
-  // Makes the states just written the ones to read.
+  // Swaps the states after a call, and writes the rows that it returned.
   int32_t advance(Request& request, NativeState& state) {
     struct Update {
       const StatePorts* ports;
@@ -846,7 +846,7 @@ class Model {
   std::vector<std::unique_ptr<Request>> idle_; // as many as calls ran at once
 };
 
-// States that are nobody else's, all zeros at first.
+// States owned by a bound function, initially zero.
 class OwnState {
  public:
   explicit OwnState(const std::vector<StatePorts>& states) {
@@ -882,7 +882,7 @@ class OwnState {
 
 // --- Functions ----------------------------------------------------------------------------------
 
-// One core for each configuration, for the life of the process: importing takes no configuration.
+// One core for each configuration, for the life of the process: an import has no configuration.
 const ov_core_t* core_of(const char* device, const char* const* config, size_t pairs) {
   static std::mutex mutex;
   static std::map<std::string, ov_core_t*> cores;
@@ -948,7 +948,7 @@ class Function {
     return true;
   }
 
-  // Returns states as the first model has them; null if it has none.
+  // Returns the states of the first model; null for a model without states.
   std::unique_ptr<OwnState> make_state() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (models_.empty() || models_.front()->states().empty()) {

@@ -48,6 +48,10 @@ _CODE_PRESERVING = frozenset(
     }
 )
 
+REDUCTIONS = frozenset(
+    f"Reduce{name}" for name in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum")
+)
+
 FUSED_WITH_REDUCTIONS = frozenset(
     {
         "Abs",
@@ -176,10 +180,16 @@ def _mend_bounds(node: Any) -> None:
 
 
 def _mend_fake_quantize(grid: Any) -> None:
-    """Mend a fake-quantize after ReduceMax or ReduceMin: the plugin rounds before it reduces."""
-    if _has_fixed_bounds(grid) and _is_fed_by(
-        grid, FUSED_WITH_REDUCTIONS, ("ReduceMax", "ReduceMin")
-    ):
+    """Mend a fake-quantize that the plugin fuses with a reduction before it.
+
+    The plugin rounds before it looks for extrema. It reads bounds along an axis as though the
+    reduced tensor had another layout, beyond their end too. No issue is known.
+    """
+    if not _has_fixed_bounds(grid):
+        return
+    ends = [np.size(constant_data(grid.input_value(end))) for end in range(1, 5)]
+    misread = REDUCTIONS if max(ends) > 1 else ("ReduceMax", "ReduceMin")
+    if _is_fed_by(grid, FUSED_WITH_REDUCTIONS, misread):
         _stop_code_propagation(grid, 0)
         grid.output(0).replace(_decompose_fake_quantize(grid))
 

@@ -21,13 +21,13 @@ import numpy as np
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import constant_data, constant_ints, ints
-from coreml_delegate.runtime.engines.openvino.plugin.quantized import FUSED_WITH_REDUCTIONS
-
-_REDUCTIONS = frozenset(
-    f"Reduce{name}" for name in ("L1", "L2", "Max", "Mean", "Min", "Prod", "Sum")
+from coreml_delegate.runtime.engines.openvino.plugin.quantized import (
+    FUSED_WITH_REDUCTIONS,
+    REDUCTIONS,
 )
+
 _MOVES = frozenset({"Reshape", "Transpose"})
-_PASSED = _REDUCTIONS | {"Convert", "FakeQuantize"}
+_PASSED = REDUCTIONS | {"Convert", "FakeQuantize"}
 _FUSED = FUSED_WITH_REDUCTIONS | {"BatchNormInference"}
 _RANK = 3
 
@@ -40,7 +40,7 @@ def mend_reductions(model: Any) -> None:
     also reduces the dimensions of size 1.
     """
     for node in list(model.get_ops()):
-        if node.get_type_name() not in _REDUCTIONS:
+        if node.get_type_name() not in REDUCTIONS:
             continue
         _reduce_later_size_one_axes(node)
         if _is_misread(node):

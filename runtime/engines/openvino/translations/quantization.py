@@ -113,8 +113,16 @@ def _dequantize_bound(bound: float, step: Tensor, shift: Tensor | None) -> Any:
 
 
 def _align(parameter: Tensor, data: Tensor, axis: int | None) -> Any:
-    """Return a scalar unchanged, or a vector reshaped to broadcast along ``axis`` of ``data``."""
+    """Return a scalar unchanged, or a vector reshaped to broadcast along ``axis`` of ``data``.
+
+    A constant stays one: see ``_dequantize_bound``.
+    """
     total = rank(data)
     if rank(parameter) == 0 or axis is None:
         return parameter
-    return per_channel(parameter, total, axis % total)
+    constant = constant_data(parameter)
+    if constant is None:
+        return per_channel(parameter, total, axis % total)
+    shape = [1] * total
+    shape[axis] = -1
+    return ops.constant(constant.reshape(shape))

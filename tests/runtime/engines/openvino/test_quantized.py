@@ -258,10 +258,11 @@ def _assert_equal(inputs: mil.Arrays, network: Callable[..., Any]) -> Any:
     """The compiled function, after it gave what the reference engine gives."""
     main = mil.main(mil.build(network, inputs, Opset.iOS17))
     features = mil.features(main, inputs)
-    (expected,) = REFERENCE.compile(main, EngineOptions())(features).values()
+    expected = REFERENCE.compile(main, EngineOptions())(features)
     compiled = OPENVINO.compile(main, EngineOptions(cache=None))
-    (actual,) = compiled(features).values()
-    np.testing.assert_array_equal(actual, expected)
+    actual = compiled(features)
+    for name, wanted in expected.items():
+        np.testing.assert_array_equal(actual[name], wanted)
     return compiled
 
 
@@ -348,6 +349,66 @@ def test_concatenated_values_keep_their_scales(scales: tuple[float, float]) -> N
 
     x = (net.random.integers(-8, 8, (1, 4, 6, 6)) / 4).astype(net.kind)
     _assert_equal({"x": x}, network)
+
+
+def _per_axis(net: _Network, x: Any, axis: int, *, returns_codes: bool = False) -> Any:
+    """Quantize and dequantize along ``axis``, in whole steps or parts of one."""
+    count = x.shape[axis]
+    scales = (net.scale * 2.0 ** net.random.integers(-2, 1, count)).astype(net.kind)
+    points = net.random.integers(-9, 10, count).astype(np.int8)
+    shared = {"scale": scales, "zero_point": points, "axis": axis}
+    codes = mb.quantize(input=x, output_dtype="int8", **shared)
+    if returns_codes:
+        return mb.dequantize(input=codes, scale=net.kind(1))
+    return mb.dequantize(input=codes, **shared)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("between", [None, mb.abs], ids=["next", "abs"])
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((2, 3, 4), (0,)),
+        ((2, 3, 4), (1,)),
+        ((2, 3, 4, 5), (1,)),
+        ((3, 3, 3, 3), (0, 3)),
+        ((2, 3, 4, 5, 2), (0, 2)),
+        ((2, 3, 4, 5, 2), (3, 4)),
+    ],
+)
+def test_values_behind_a_reduction_are_quantized_along_any_axis(
+    shape: tuple[int, ...], axes: tuple[int, ...], between: Any, keeps: bool
+) -> None:
+    net = _Network(0)
+    net.kind = np.float32
+
+    def network(x: Any) -> Any:
+        results: list[Any] = []
+        for reduce in (mb.reduce_sum, mb.reduce_max):
+            y = reduce(x=x, axes=axes, keep_dims=keeps)
+            y = y if between is None else between(x=y)
+            for axis in range(y.rank):
+                if y.shape[axis] > 1:
+                    results.append(_per_axis(net, y, axis))
+                    results.append(_per_axis(net, y, axis, returns_codes=True))
+        return results
+
+    _assert_equal({"x": net.steps(*shape)}, network)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_layers_of_values_quantized_along_an_axis(axis: int, seed: int) -> None:
+    net = _Network(seed)
+    net.kind = np.float32
+
+    def network(x: Any) -> Any:
+        y = _per_axis(net, x, axis)
+        joined = mb.concat(values=[y, _per_axis(net, mb.relu(x=x), axis)], axis=1)
+        image = mb.conv(x=joined, weight=net.weight([3, 8, 3, 3], 0), pad_type="same")
+        return image, mb.linear(x=y, weight=net.weight([5, 6], 0)), mb.avg_pool(x=y, **_POOL)
+
+    _assert_equal({"x": net.steps(2, 4, 6, 6)}, network)
 
 
 def test_a_norm_of_quantized_values_adds_epsilon_to_the_variance_of_the_values():

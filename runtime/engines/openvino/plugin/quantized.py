@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
@@ -185,10 +186,11 @@ def _mend_fake_quantize(grid: Any) -> None:
     The plugin rounds before it looks for extrema. It reads bounds along an axis as though the
     reduced tensor had another layout, beyond their end too. No issue is known.
     """
-    if not _has_fixed_bounds(grid):
+    bounds = _fixed_bounds(grid)
+    if bounds is None:
         return
-    ends = [np.size(constant_data(grid.input_value(end))) for end in range(1, 5)]
-    misread = REDUCTIONS if max(ends) > 1 else ("ReduceMax", "ReduceMin")
+    is_per_axis = max(bound.size for bound in bounds) > 1
+    misread = REDUCTIONS if is_per_axis else ("ReduceMax", "ReduceMin")
     if _is_fed_by(grid, FUSED_WITH_REDUCTIONS, misread):
         _stop_code_propagation(grid, 0)
         grid.output(0).replace(_decompose_fake_quantize(grid))
@@ -274,7 +276,7 @@ def _find_fake_quantizes(value: Any) -> list[Any]:
     node = value.get_node()
     kind = node.get_type_name()
     if kind == _FAKE_QUANTIZE:
-        return [node] if _has_fixed_bounds(node) else []
+        return [] if _fixed_bounds(node) is None else [node]
     if kind != "Concat" and kind not in _CODE_PRESERVING:
         return []
     operands = node.input_values() if kind == "Concat" else [node.input_value(0)]
@@ -282,9 +284,11 @@ def _find_fake_quantizes(value: Any) -> list[Any]:
     return list({grid.get_name(): grid for grid in grids}.values())
 
 
-def _has_fixed_bounds(grid: Any) -> bool:
-    """Whether the bounds are constants; the plugin makes no integers with other bounds."""
-    return all(constant_data(grid.input_value(end)) is not None for end in range(1, 5))
+def _fixed_bounds(grid: Any) -> list[NDArray[Any]] | None:
+    """Return the four bounds if all are constants; the plugin makes no integers with others."""
+    data = [constant_data(grid.input_value(end)) for end in range(1, 5)]
+    bounds = [bound for bound in data if bound is not None]
+    return bounds if len(bounds) == len(data) else None
 
 
 def _equal(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

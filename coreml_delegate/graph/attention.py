@@ -239,7 +239,7 @@ class _Match:
         for group_before, group_full in parts:
             is_partial = 1 < math.prod(group_before) < math.prod(group_full)
             after += group_full if is_partial else group_before
-        after.append(full[-1])  # MIL's attention repeats no mask along the keys
+        after.append(before[-1])
         leading = after[:split] if len(groups) == split else [math.prod(after[:split])]
         shape = (*leading, math.prod(after[split:-1]), after[-1])
         return order, shape, tuple(zip(before, after, strict=True)) if after != before else None

@@ -173,12 +173,15 @@ def attention(
         query: [..., L, E].
         key: [..., S, E].
         value: [..., S, EV].
-        masks: At most one, [..., L, S]: bool, true where a key takes part, or a summand.
+        masks: At most one, [..., L, S], or sizes of 1 instead: bool, true where a key takes part,
+            or a summand.
         scale: Factor.
     """
     number = dtype.storage_numpy.type
     op_scale = 1 / math.sqrt(query.shape[-1])
-    is_op = c.opset >= Opset.iOS18 and query.rank >= 3
+    # MIL's op repeats no mask along the keys.
+    is_repeated = any(mask.shape[-1] != key.shape[-2] for mask in masks)
+    is_op = c.opset >= Opset.iOS18 and query.rank >= 3 and not is_repeated
     query_factor = scale / op_scale if is_op else scale
     if not math.isclose(query_factor, 1, rel_tol=1e-6):
         query = c.mb.mul(x=query, y=number(query_factor))

@@ -304,6 +304,8 @@ _ATTENTION = [
     _attend("flags", *_QKV, _FLAGS),
     _attend("flags, causal, rank 2", *(a[0, 0] for a in _QKV), _FLAGS, is_causal=True),
     _attend("added", *_QKV, _numbers(1, 3, 5, 7)),
+    _attend("added to each column", *_QKV, _numbers(3, 5, 1)),
+    _attend("flag", *_QKV, np.ones(1, bool)),
     _attend("added to each row, causal", *_QKV, _numbers(1, 7), is_causal=True),
 ]
 

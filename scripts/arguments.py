@@ -23,7 +23,7 @@ HOSTS = ("auto", "python", "stock")
 _LARGEST = 2**63 - 1
 
 SAMPLES = 4
-"""Random inputs to compare on, if no number is given."""
+"""Number of random inputs to compare on, unless ``--samples`` gives one."""
 
 EXTERNAL_SUFFIX = ".ptd"
 """Suffix of external data of a ``.pte``."""
@@ -141,19 +141,19 @@ def add_data_set(parser: argparse.ArgumentParser, *, external: bool = False) -> 
         "--samples",
         type=positive,
         metavar="N",
-        help=f"samples of --data at most (default: all), else of inputs like the example (default: "
-        f"{SAMPLES})",
+        help="read at most N samples of --data (default: all); without --data, compare on N inputs "
+        f"like the example (default: {SAMPLES})",
     )
 
 
-def split_data(given: Sequence[str]) -> tuple[str | None, list[Path]]:
+def split_data(values: Sequence[str]) -> tuple[str | None, list[Path]]:
     """Return the data set among the values of ``--data``, and the external data of a ``.pte``.
 
     Raises:
         OptionError: There are two data sets.
     """
-    external = [Path(value) for value in given if value.endswith(EXTERNAL_SUFFIX)]
-    sets = [value for value in given if not value.endswith(EXTERNAL_SUFFIX)]
+    external = [Path(value) for value in values if value.endswith(EXTERNAL_SUFFIX)]
+    sets = [value for value in values if not value.endswith(EXTERNAL_SUFFIX)]
     if len(sets) > 1:
         raise OptionError("--data names two data sets", got=", ".join(sets), expected="one")
     return (sets[0] if sets else None), external
@@ -273,7 +273,7 @@ def check_output(path: Path, *, force: bool) -> None:
 
 
 def check_outputs(paths: Iterable[Path | None], *, force: bool) -> None:
-    """Refuse output paths, see ``check_output``; those that are None are no outputs.
+    """Check output paths, except None; see ``check_output``.
 
     Raises:
         OptionError: One is refused, or two are the same file.
@@ -355,7 +355,7 @@ def add_report(parser: argparse.ArgumentParser, forms: Collection[str], *, what:
     *first, last = sorted(forms)
     parser.add_argument(
         "--report",
-        type=_file_in(forms),
+        type=_path_with_suffix(forms),
         action="append",
         default=[],
         metavar="FILE",
@@ -364,8 +364,8 @@ def add_report(parser: argparse.ArgumentParser, forms: Collection[str], *, what:
     )
 
 
-def _file_in(suffixes: Collection[str]) -> Callable[[str], Path]:
-    """Return a parser of file names that end in one of the suffixes."""
+def _path_with_suffix(suffixes: Collection[str]) -> Callable[[str], Path]:
+    """Return a parser of file names that end in one of ``suffixes``."""
 
     def parse(text: str) -> Path:
         path = Path(text)

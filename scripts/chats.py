@@ -15,8 +15,8 @@ from coreml_delegate.scripts import console
 if TYPE_CHECKING:
     from coreml_delegate.llm.chat import ChatTokenizer, Conversation
 
-_TRIED = "Hi"  # a turn that is rendered before the program is loaded
-_ASKING = "> "
+_TRIAL_TURN = "Hi"  # rendered before the program is loaded, to try the template
+_INPUT_PROMPT = "> "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,17 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_usage(args: argparse.Namespace) -> None:
     """Refuse options that do not go together, as wrong usage."""
     if args.chat:
-        others = {
+        refused_options = {
             "--image": args.image,
             "--audio": args.audio,
             "--prompt-tokens": args.prompt_tokens,
         }
-        for name, value in others.items():
+        for name, value in refused_options.items():
             if value:
                 args.refuse_usage(f"{name} does not go with --chat")
         return
-    given = {"--system": args.system, "--chat-template": args.chat_template}
-    for name, value in given.items():
+    chat_options = {"--system": args.system, "--chat-template": args.chat_template}
+    for name, value in chat_options.items():
         if value is not None:
             args.refuse_usage(f"{name} needs --chat")
     if args.prompt is None and args.audio is None:
@@ -71,7 +71,7 @@ def load_tokenizer(args: argparse.Namespace) -> ChatTokenizer:
             remedy="Pass --tokenizer with the folder of its checkpoint",
         )
     tokenizer = ChatTokenizer(path, args.chat_template)
-    tokenizer.render([*opening(args.system), Message(USER, args.prompt or _TRIED)])
+    tokenizer.render([*opening(args.system), Message(USER, args.prompt or _TRIAL_TURN)])
     return tokenizer
 
 
@@ -86,7 +86,7 @@ def converse(
         ask: Yields the pieces of the answer to a turn.
 
     Raises:
-        InputError: The conversation does not fit into the context, or standard input is no text.
+        InputError: The conversation does not fit into the context, or standard input is not UTF-8.
     """
     if args.prompt is not None:
         _answer(args, conversation, ask(args.prompt))
@@ -99,7 +99,7 @@ def converse(
 
 
 def document(conversation: Conversation) -> dict[str, Any]:
-    """Return the turns for JSON; those of the model with what they took."""
+    """Return the turns for JSON; an answer has its tokens, its ending and its counts of tokens."""
     from coreml_delegate.llm.chat import ASSISTANT
 
     replies = iter(conversation.replies)
@@ -132,25 +132,25 @@ def _answer(args: argparse.Namespace, conversation: Conversation, pieces: Iterat
 
 
 def write_stream(pieces: Iterator[str]) -> None:
-    """Write text to stdout as it comes; end the line, also of a text that is broken off."""
-    begun = False
+    """Write text to stdout as it comes; end the line even if an error breaks the text off."""
+    is_line_open = False
     try:
         for text in pieces:
-            begun = True
+            is_line_open = True
             sys.stdout.write(text)
             sys.stdout.flush()
-        begun = True
+        is_line_open = True
     finally:
-        if begun:
+        if is_line_open:
             sys.stdout.write("\n")
             sys.stdout.flush()
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input that are not blank; ask for them on a terminal."""
+    """Yield the non-blank lines of standard input; show a prompt on a terminal."""
     while sys.stdin is not None:
         if sys.stdin.isatty():
-            sys.stderr.write(_ASKING)
+            sys.stderr.write(_INPUT_PROMPT)
             sys.stderr.flush()
         try:
             line = sys.stdin.readline()

@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with console.session(args.verbose):
                 return _dispatch(args)
         except BrokenPipeError:
-            return _reader_left()
+            return _stdout_reader_closed()
         except KeyboardInterrupt:
             console.complain("interrupted")
             return interruption.INTERRUPTED
@@ -142,7 +142,8 @@ def _dispatch(args: argparse.Namespace) -> int:
     return code
 
 
-def _reader_left() -> int:
+def _stdout_reader_closed() -> int:
+    """Discard further output; return the exit code of SIGPIPE."""
     # Text that is still buffered would raise again when the interpreter flushes at exit.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
@@ -152,6 +153,6 @@ def _reader_left() -> int:
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        # Looked up when asked for: reading the installed metadata takes longer than all of --help.
+        # Read only on demand: the installed metadata takes longer to read than all of --help.
         console.write(f"{console.PROGRAM} {importlib.metadata.version('coreml-delegate')}")
         parser.exit()

@@ -1,4 +1,4 @@
-"""A program beside the model it was made from, on the same inputs."""
+"""Compare a program's outputs with those of the model it was made from."""
 
 from __future__ import annotations
 

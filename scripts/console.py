@@ -30,16 +30,16 @@ def open_closed_streams() -> None:
     if sys.stdout is None:
         reader, writer = os.pipe()
         sys.stdout = _stream(writer, 1)
-        if reader != 1:  # which is the stream's own by now
+        if reader != 1:  # 1 is stdout's own number by now
             os.close(reader)
     if sys.stderr is None:
         sys.stderr = _stream(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def _stream(opened: int, number: int) -> TextIO:
-    if opened != number:
-        os.dup2(opened, number)
-        os.close(opened)
+def _stream(descriptor: int, number: int) -> TextIO:
+    if descriptor != number:
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     return open(number, "w", encoding="utf-8", closefd=False)
 
 

@@ -53,7 +53,7 @@ class BlobModel:
 
     @property
     def empty_folders(self) -> list[str]:
-        """Folders without files that the manifest of an mlpackage lists; Core ML wants them."""
+        """Folders without files that the manifest of an mlpackage lists; Core ML needs them."""
         return empty_folders(self.files) if self.suffix == ".mlpackage" else []
 
 
@@ -109,17 +109,17 @@ def all_partitions(program: PteProgram) -> list[CoreMLPartition]:
     """List the Core ML delegates of all methods.
 
     Raises:
-        ProgramError: There is none.
+        ProgramError: There is no Core ML delegate.
         BlobFormatError: A reference leads nowhere.
     """
-    found = [p for method in program.methods for p in partitions_of(program, method)]
-    if not found:
-        others = sorted({d.backend_id for method in program.methods for d in method.delegates})
+    partitions = [p for method in program.methods for p in partitions_of(program, method)]
+    if not partitions:
+        backends = sorted({d.backend_id for method in program.methods for d in method.delegates})
         raise ProgramError(
             f"{Path(program.origin).name} has no Core ML delegate",
-            got=f"delegates of {', '.join(others)}" if others else "no delegate at all",
+            got=f"delegates of {', '.join(backends)}" if backends else "no delegate at all",
         )
-    return found
+    return partitions
 
 
 def read_etrecord(path: Path, program: PteProgram) -> Any:
@@ -130,13 +130,13 @@ def read_etrecord(path: Path, program: PteProgram) -> Any:
         program: The program that was exported with it.
 
     Raises:
-        ProgramError: The file cannot be read, is none, or belongs to another program.
+        ProgramError: The file cannot be read, is no ETRecord, or belongs to another program.
         BlobFormatError: A delegate of the program is malformed.
     """
     from coreml_delegate.runtime import devtools
 
     record = devtools.read_etrecord(path)
-    if record._delegate_map and not _is_of(record, program):
+    if record._delegate_map and not _matches(record, program):
         raise ProgramError(
             f"{path} is the ETRecord of another program",
             got=f"operations that {Path(program.origin).name} does not have, or from other calls",
@@ -145,14 +145,14 @@ def read_etrecord(path: Path, program: PteProgram) -> Any:
     return record
 
 
-def _is_of(record: Any, program: PteProgram) -> bool:
-    """Whether the delegates of a program map operations to calls as an ETRecord says."""
+def _matches(record: Any, program: PteProgram) -> bool:
+    """Whether a program's delegates map operations to calls as in the ETRecord."""
     for name, instructions in record._delegate_map.items():
         method = next((m for m in program.methods if m.name == name), None)
         recorded = [
-            each["delegate_map"]
-            for _, each in sorted(instructions.items(), key=lambda item: int(item[0]))
-            if each["name"] == COREML_BACKEND_ID
+            delegate["delegate_map"]
+            for _, delegate in sorted(instructions.items(), key=lambda item: int(item[0]))
+            if delegate["name"] == COREML_BACKEND_ID
         ]
         partitions = [] if method is None else list(partitions_of(program, method))
         if len(partitions) != len(recorded):

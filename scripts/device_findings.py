@@ -1,4 +1,4 @@
-"""A program as ``device_check`` takes it, and its findings as text, data and rows of the page."""
+"""Read a program's models for ``device_check``; format findings for a terminal and the page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelFiles:
     """A model with the files of its mlpackage.
 
     Attributes:
-        model: As the rules take it.
+        model: The model as the rules take it.
         files: Contents by path relative to the package.
     """
 
@@ -45,8 +45,8 @@ class ProgramModels:
     """The models of a program.
 
     Attributes:
-        models: Those that can be read, each once.
-        unreadable: Why the others cannot be, by name of their delegates.
+        models: The readable models, each once.
+        unreadable: Why a model cannot be read, by the names of its delegates.
     """
 
     models: tuple[ModelFiles, ...]
@@ -55,11 +55,11 @@ class ProgramModels:
     @property
     def checked(self) -> list[CheckedModel]:
         """The models as the rules take them."""
-        return [each.model for each in self.models]
+        return [entry.model for entry in self.models]
 
 
 def models_of_package(path: Path) -> ProgramModels:
-    """Read an mlpackage, all of whose functions count as used.
+    """Read an mlpackage; all of its functions count as used.
 
     Raises:
         BlobFormatError: A part is missing or malformed.
@@ -106,7 +106,7 @@ def models_of_pte(program: PteProgram, modules: Mapping[int, str] | None = None)
 
 
 def _by_blob(partitions: Iterable[CoreMLPartition]) -> list[list[CoreMLPartition]]:
-    """Group the delegates that have one blob; equal blobs in two places are two."""
+    """Group delegates by their blob in memory; equal bytes at two addresses are two blobs."""
     groups: dict[tuple[int, int], list[CoreMLPartition]] = {}
     for partition in partitions:
         view = np.frombuffer(partition.blob, np.uint8)
@@ -115,7 +115,7 @@ def _by_blob(partitions: Iterable[CoreMLPartition]) -> list[list[CoreMLPartition
 
 
 def _compute_unit(info: DelegateInfo) -> ComputeUnit | None:
-    """Return the processors that a delegate may use; None for specs that are unknown here."""
+    """Return the processors that a delegate may use; None if its compile specs are unknown."""
     try:
         return CompileOptions.from_pairs(info.compile_specs).compute_unit
     except OptionError:
@@ -123,7 +123,7 @@ def _compute_unit(info: DelegateInfo) -> ComputeUnit | None:
 
 
 def _modules_by_symbol(info: DebugInfo | None, modules: Mapping[int, str]) -> dict[str, str]:
-    """Return the module of each operation: that of the call whose value it has, its last one."""
+    """Return the module of each operation's last call, whose value the operation computes."""
     if info is None:
         return {}
     return {
@@ -140,12 +140,12 @@ def modules_of_etrecord(path: Path, program: PteProgram) -> dict[int, str]:
         ProgramError: See ``read_etrecord``.
     """
     graph: Any = read_etrecord(path, program).edge_dialect_program.graph
-    found: dict[int, str] = {}
+    paths: dict[int, str] = {}
     for node in graph.nodes:
         stack, handle = node.meta.get("nn_module_stack"), node.meta.get("debug_handle")
         if stack and isinstance(handle, int):
-            found[handle] = list(stack.values())[-1][0]
-    return found
+            paths[handle] = list(stack.values())[-1][0]
+    return paths
 
 
 def modules_of_report(report: DelegationReport) -> dict[int, str]:
@@ -158,7 +158,7 @@ def modules_of_report(report: DelegationReport) -> dict[int, str]:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return findings for a terminal: one row for each, then every rule with what to do."""
+    """Return findings for a terminal: one row for each, then every rule with its remedies."""
     rows = [("consequence", "rule", "where", "got")]
     rows += [
         (f.rule.consequence.text, f.rule.name, f.where, f.details.got + _saving(f))
@@ -202,18 +202,18 @@ def _saving(finding: Finding) -> str:
 
 
 def saved_bytes(findings: Iterable[Finding]) -> int:
-    """Return the bytes that remedies save; of several on one weight, the largest saving."""
+    """Return the bytes that remedies save; only the largest saving of each weight counts."""
     best: dict[tuple[str, str], int] = {}
     for finding in findings:
-        found = finding.details
-        if found.saved_bytes:
-            key = found.delegate, found.places[0].name if found.places else ""
-            best[key] = max(best.get(key, 0), found.saved_bytes)
+        details = finding.details
+        if details.saved_bytes:
+            key = details.delegate, details.places[0].name if details.places else ""
+            best[key] = max(best.get(key, 0), details.saved_bytes)
     return sum(best.values())
 
 
 def page_rows(findings: Iterable[Finding]) -> list[DeviceFinding]:
-    """Return findings as the report's page takes them."""
+    """Return findings as rows of the report's page."""
     return [
         DeviceFinding(
             rule=finding.rule.name,

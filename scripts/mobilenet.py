@@ -58,11 +58,11 @@ def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
     console.write(f"{report.to_table()}\n")
     with console.step("Running on the photo"):
         program = load(path, method=None)
-        judged = load(path, method=None, engine=None)
+        in_own_types = load(path, method=None, engine=None)
         (expected,) = source.run([image])
         actual = _sole_tensor(program, image)
         accuracy = Accuracy()
-        accuracy.add(expected, _sole_tensor(judged, image))
+        accuracy.add(expected, _sole_tensor(in_own_types, image))
         ours, eager = _latencies(
             [lambda: program.run([image]), lambda: source.run([image])], repeat
         )
@@ -73,7 +73,7 @@ def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
         (str(path), console.size(path.stat().st_size)),
         (str(package), console.size(_size(package))),
         ("extracted package", _compare_package(package, image, actual)),
-        ("SQNR against eager PyTorch", f"{accuracy.sqnr_db:.1f} dB ({judged.execution})"),
+        ("SQNR against eager PyTorch", f"{accuracy.sqnr_db:.1f} dB ({in_own_types.execution})"),
         ("same class", "yes" if accuracy.top1_agreement == 1 else "no"),
         ("latency", f"{ours:.2f} ms (shortest of {repeat}, batch 1; {program.execution})"),
         ("latency of eager PyTorch", f"{eager:.2f} ms ({eager / ours:.1f} times ours)"),
@@ -146,7 +146,7 @@ def _sole_tensor(loaded: LoadedProgram, image: torch.Tensor) -> torch.Tensor:
 
 
 def _compare_package(package: Path, image: torch.Tensor, expected: torch.Tensor) -> str:
-    """Compare the output of the extracted package with that of the whole program."""
+    """Say whether the extracted package and the whole program give the same output."""
     model: LoadedProgram = load(package, method=None)
     actual = _sole_tensor(model, image)
     same = torch.equal(actual.to(expected.dtype), expected)
@@ -154,10 +154,10 @@ def _compare_package(package: Path, image: torch.Tensor, expected: torch.Tensor)
 
 
 def _latencies(actions: Sequence[Callable[[], object]], repeat: int) -> list[float]:
-    """Return the fewest milliseconds of each action.
+    """Return the shortest time of each action, in milliseconds.
 
-    Other processes only ever add to the time of a call, and to one action more than to another: of
-    interleaved calls, the shortest are those to compare.
+    Other processes only lengthen calls, and one action's more than another's; so calls are
+    interleaved, and their shortest times compared.
     """
     shortest = [math.inf] * len(actions)
     for _ in range(repeat):

@@ -1,7 +1,7 @@
 """Programs as graphs for Model Explorer, with the operations inside Core ML delegates.
 
-The form is Model Explorer's own: a collection of graphs, whose nodes name the nodes that they take
-values from and the layers that they lie in.
+The format is Model Explorer's: a collection of graphs; a node names the sources of its inputs and
+its namespace, which the page shows as layers.
 
 Source: ai-edge-model-explorer 0.1, ``graph_builder``.
 """
@@ -45,8 +45,8 @@ from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.delegates import CoreMLPartition, partitions_of
 from coreml_delegate.scripts.profiles import common_module, module_of
 
-_SHOWN = 8  # elements of a constant that is shown as its values
-_LONGEST = 200  # letters of a constant
+_MAX_ELEMENTS = 8  # of a constant whose values are shown
+_MAX_LETTERS = 200  # of a constant that is no tensor
 
 Port = tuple[str, str]
 """A node's id, and the number of its result."""
@@ -58,11 +58,11 @@ class _Node:
 
     Attributes:
         id: Unique in its graph.
-        label: What it does.
+        label: Its operation, or the name of an input or output.
         namespace: The layers that it lies in, outermost first, joined by slashes.
-        sources: Where its values come from.
+        sources: Ports that its inputs come from, in order.
         results: Descriptions of its results.
-        attributes: What else is known of it.
+        attributes: Further facts, by name.
         graphs: Ids of the graphs of its blocks.
     """
 
@@ -75,7 +75,7 @@ class _Node:
     graphs: list[str] = field(default_factory=list[str])
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it in Model Explorer's form."""
+        """Return the node in Model Explorer's format."""
         return {
             "id": self.id,
             "label": self.label,
@@ -83,24 +83,24 @@ class _Node:
             "subgraphIds": self.graphs,
             "attrs": _pairs(self.attributes),
             "incomingEdges": [
-                {"sourceNodeId": node, "sourceNodeOutputId": port, "targetNodeInputId": str(place)}
-                for place, (node, port) in enumerate(self.sources)
+                {"sourceNodeId": node, "sourceNodeOutputId": port, "targetNodeInputId": str(index)}
+                for index, (node, port) in enumerate(self.sources)
             ],
             "outputsMetadata": [
-                {"id": str(place), "attrs": _pairs(described)}
-                for place, described in enumerate(self.results)
+                {"id": str(index), "attrs": _pairs(description)}
+                for index, description in enumerate(self.results)
             ],
         }
 
 
 @dataclass(slots=True)
 class _Graph:
-    """A graph in the making.
+    """A graph that nodes are added to.
 
     Attributes:
         id: Its name.
         nodes: In order of execution.
-        producers: Where each value comes from.
+        producers: Port that each value comes from.
         inner: Graphs of the blocks of its nodes.
     """
 
@@ -109,18 +109,18 @@ class _Graph:
     producers: dict[object, Port] = field(default_factory=dict[object, Port])
     inner: list[_Graph] = field(default_factory=list["_Graph"])
 
-    def known(self, values: Iterable[object]) -> list[Port]:
-        """Return where values come from, for those that a node makes."""
+    def ports(self, values: Iterable[object]) -> list[Port]:
+        """Return the ports of the values that a node of the graph produces."""
         return [self.producers[value] for value in values if value in self.producers]
 
     def all(self) -> Iterator[_Graph]:
-        """Yield the graph and those of blocks."""
+        """Yield the graph and, recursively, the graphs of its nodes' blocks."""
         yield self
         for graph in self.inner:
             yield from graph.all()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it in Model Explorer's form."""
+        """Return the graph in Model Explorer's format."""
         return {"id": self.id, "nodes": [node.as_dict() for node in self.nodes]}
 
 
@@ -138,7 +138,7 @@ class _Modules:
 
     @classmethod
     def of(cls, record: Any) -> _Modules:
-        """Read them from what ``read_etrecord`` returns."""
+        """Read the modules from the result of ``read_etrecord``."""
         program = record.edge_dialect_program
         by_handle = {
             node.meta["debug_handle"]: module_of(node.meta["nn_module_stack"])
@@ -147,15 +147,15 @@ class _Modules:
         }
         listed: Mapping[str, Any] = (record._debug_handle_map or {}).get("forward", {})
         handles = {
-            int(place): tuple(found) if isinstance(found, list | tuple) else (int(found),)
-            for place, found in listed.items()
+            int(position): tuple(numbers) if isinstance(numbers, list | tuple) else (int(numbers),)
+            for position, numbers in listed.items()
         }
         return cls(by_handle, handles)
 
     def common(self, handles: Iterable[int]) -> str | None:
         """Return the innermost module that has all of these calls; None if none is known."""
-        found = [self.by_handle[handle] for handle in handles if handle in self.by_handle]
-        return common_module(found) if found else None
+        paths = [self.by_handle[handle] for handle in handles if handle in self.by_handle]
+        return common_module(paths) if paths else None
 
 
 def graphs_of_pte(path: Path, program: PteProgram, etrecord: Any | None = None) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def graphs_of_pte(path: Path, program: PteProgram, etrecord: Any | None = None) 
 
     Args:
         path: The ``.pte``.
-        program: What it holds.
-        etrecord: What ``read_etrecord`` returns; nodes then lie in the modules of the model.
+        program: Its content.
+        etrecord: Result of ``read_etrecord``; nodes then lie in the modules of the model.
 
     Raises:
         BlobFormatError: A delegate is malformed.
@@ -185,7 +185,7 @@ def graphs_of_package(path: Path) -> dict[str, Any]:
         graph = _Graph(function.name)
         for feature in function.params:
             node = _Node(f"input {feature.name}", feature.name, "inputs")
-            node.results.append({"type": _described(feature.type)})
+            node.results.append({"type": _type_text(feature.type)})
             _add(graph, node, [feature.name])
         _add_function(graph, function, "", {}, "")
         results = [graph.producers.get(name) for name in function.block.outputs]
@@ -196,7 +196,7 @@ def graphs_of_package(path: Path) -> dict[str, Any]:
 
 
 def _collection(path: Path, graphs: Sequence[_Graph]) -> dict[str, Any]:
-    listed = [each.as_dict() for graph in graphs for each in graph.all()]
+    listed = [inner.as_dict() for graph in graphs for inner in graph.all()]
     return {"label": path.name, "graphs": listed}
 
 
@@ -205,10 +205,10 @@ def _pairs(content: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _add(graph: _Graph, node: _Node, values: Iterable[object]) -> None:
-    """Add a node that makes values."""
+    """Add a node that produces ``values``."""
     graph.nodes.append(node)
-    for place, value in enumerate(values):
-        graph.producers[value] = node.id, str(place)
+    for index, value in enumerate(values):
+        graph.producers[value] = node.id, str(index)
 
 
 # Methods of a .pte
@@ -217,9 +217,9 @@ def _add(graph: _Graph, node: _Node, values: Iterable[object]) -> None:
 def _method(program: PteProgram, method: MethodInfo, modules: _Modules | None) -> _Graph:
     graph = _Graph(method.name)
     own = modules if method.name == "forward" else None
-    partitions = {each.index: each for each in partitions_of(program, method)}
-    for place, value in enumerate(method.inputs):
-        node = _Node(f"input {place}", f"input {place}", "inputs")
+    partitions = {partition.index: partition for partition in partitions_of(program, method)}
+    for position, value in enumerate(method.inputs):
+        node = _Node(f"input {position}", f"input {position}", "inputs")
         node.results.append({"type": str(method.values[value])})
         _add(graph, node, [value])
     constants = {
@@ -228,14 +228,14 @@ def _method(program: PteProgram, method: MethodInfo, modules: _Modules | None) -
         if not isinstance(spec, TensorSpec) or spec.is_constant
     }
     defined = {*method.inputs, *constants}
-    place = 0
+    position = 0
     for chain in method.chains:
         for instruction in chain:
-            path = own.common(own.handles.get(place, ())) if own is not None else None
-            _add_instruction(graph, method, instruction, place, path, defined, partitions, own)
-            place += 1
+            path = own.common(own.handles.get(position, ())) if own is not None else None
+            _add_instruction(graph, method, instruction, position, path, defined, partitions, own)
+            position += 1
     for number, value in enumerate(method.outputs):
-        node = _Node(f"output {number}", f"output {number}", "outputs", graph.known([value]))
+        node = _Node(f"output {number}", f"output {number}", "outputs", graph.ports([value]))
         _add(graph, node, [])
     return graph
 
@@ -244,7 +244,7 @@ def _add_instruction(
     graph: _Graph,
     method: MethodInfo,
     instruction: Instruction,
-    place: int,
+    position: int,
     module: str | None,
     defined: set[int],
     partitions: Mapping[int, CoreMLPartition],
@@ -255,35 +255,35 @@ def _add_instruction(
             graph.producers[instruction.target] = graph.producers[instruction.source]
         return
     if isinstance(instruction, JumpFalseCall):
-        sources = graph.known([instruction.condition])
-        node = _Node(f"{place}", "jump if false", _layers(module), sources)
+        sources = graph.ports([instruction.condition])
+        node = _Node(f"{position}", "jump if false", _layers(module), sources)
         node.attributes["to instruction"] = str(instruction.target)
         _add(graph, node, [])
         return
     if not isinstance(instruction, KernelCall | DelegateCall):
         return
-    # The results of a kernel come last; so do the tensors that are written for the first time.
+    # Results are values written for the first time and, of a kernel, its last argument too.
     flat = list(dict.fromkeys(_flat(method, instruction.args)))
-    made = [value for value in flat if value not in defined]
+    results = [value for value in flat if value not in defined]
     if isinstance(instruction, KernelCall):
         last = _flat(method, instruction.args[-1:])
-        made = list(dict.fromkeys([*made, *(v for v in last if _is_tensor(method, v))]))
-    taken = [value for value in flat if value not in made]
-    defined.update(made)
+        results = list(dict.fromkeys([*results, *(v for v in last if _is_tensor(method, v))]))
+    operands = [value for value in flat if value not in results]
+    defined.update(results)
     if isinstance(instruction, DelegateCall) and instruction.delegate in partitions:
-        _add_delegate(graph, partitions[instruction.delegate], place, taken, made, modules)
+        _add_delegate(graph, partitions[instruction.delegate], position, operands, results, modules)
         return
     if isinstance(instruction, KernelCall):
         label = instruction.operator
     else:
         label = method.delegates[instruction.delegate].backend_id
-    node = _Node(f"{place}", label, _layers(module), graph.known(taken))
-    node.results = [{"type": str(method.values[value])} for value in made]
-    for number, value in enumerate(taken):
+    node = _Node(f"{position}", label, _layers(module), graph.ports(operands))
+    node.results = [{"type": str(method.values[value])} for value in results]
+    for number, value in enumerate(operands):
         spec = method.values[value]
         if value not in graph.producers and not isinstance(spec, IndexList):
             node.attributes[f"argument {number}"] = str(spec)
-    _add(graph, node, made)
+    _add(graph, node, results)
 
 
 def _flat(method: MethodInfo, values: Iterable[int]) -> Iterator[int]:
@@ -302,9 +302,9 @@ def _is_tensor(method: MethodInfo, value: int) -> bool:
 def _add_delegate(
     graph: _Graph,
     partition: CoreMLPartition,
-    place: int,
-    taken: Sequence[int],
-    made: Sequence[int],
+    position: int,
+    operands: Sequence[int],
+    results: Sequence[int],
     modules: _Modules | None,
 ) -> None:
     """Add the operations of a delegate, in a layer of their own."""
@@ -312,19 +312,21 @@ def _add_delegate(
     try:
         program, metadata = read_blob(partition.blob)
     except ProgramError as error:  # a model compiled for devices
-        node = _Node(f"{place}", layer, "", graph.known(taken), attributes={"why": error.what})
-        _add(graph, node, made)
+        node = _Node(
+            f"{position}", layer, "", graph.ports(operands), attributes={"why": error.what}
+        )
+        _add(graph, node, results)
         return
     reference = partition.reference
     function = program.function(None if reference is None else reference.function_name)
     names = metadata.method(partition.method)
-    for name, value in zip(names.input_names, taken, strict=True):
+    for name, value in zip(names.input_names, operands, strict=True):
         if value in graph.producers:
             graph.producers[partition.index, name] = graph.producers[value]
     info = debug_info_in(unflatten(partition.blob))
     paths = _module_paths(function, info, modules)
-    _add_function(graph, function, layer, paths, f"{place}/", key=partition.index)
-    for name, value in zip(names.output_names, made, strict=True):
+    _add_function(graph, function, layer, paths, f"{position}/", key=partition.index)
+    for name, value in zip(names.output_names, results, strict=True):
         port = graph.producers.get((partition.index, name))
         if port is not None:
             graph.producers[value] = port
@@ -333,14 +335,14 @@ def _add_delegate(
 def _module_paths(
     function: Function, info: DebugInfo | None, modules: _Modules | None
 ) -> dict[int, str]:
-    """Return the module of each op of a delegate, by its position, as far as it is known."""
+    """Return the known modules of a delegate's ops, by the op's position."""
     if info is None or modules is None:
         return {}
-    found = {
-        place: modules.common(info.handles.get(symbol, ()))
-        for place, symbol in debug_symbols(function, info).items()
+    paths = {
+        position: modules.common(info.handles.get(symbol, ()))
+        for position, symbol in debug_symbols(function, info).items()
     }
-    return {place: path for place, path in found.items() if path is not None}
+    return {position: path for position, path in paths.items() if path is not None}
 
 
 # MIL
@@ -362,12 +364,12 @@ def _add_function(
 
 @dataclass(slots=True)
 class _Scope:
-    """The values that ops can name.
+    """The values in scope of an op.
 
     Attributes:
-        key: Tells them from those of other functions in the same graph.
+        key: Tells them from the values of other functions in the same graph.
         types: Their types.
-        constants: Those of them that are constant.
+        constants: The constants among them.
     """
 
     key: int | None
@@ -387,13 +389,13 @@ def _add_block(
     paths: Mapping[int, str],
     prefix: str,
 ) -> None:
-    for place, op in enumerate(block.ops):
+    for position, op in enumerate(block.ops):
         scope.types.update((out.name, out.type) for out in op.outputs)
         if op.type == "const" and "val" in op.attributes:
             scope.constants[op.outputs[0].name] = op.attributes["val"]
             continue
-        node = _Node(f"{prefix}{op.name}", op.type, _layers(paths.get(place), layer))
-        node.results = [{"name": o.name, "type": _described(o.type)} for o in op.outputs]
+        node = _Node(f"{prefix}{op.name}", op.type, _layers(paths.get(position), layer))
+        node.results = [{"name": o.name, "type": _type_text(o.type)} for o in op.outputs]
         for parameter, bindings in op.inputs.items():
             _add_argument(graph, node, scope, parameter, bindings)
         for name, constant in op.attributes.items():
@@ -420,7 +422,7 @@ def _add_argument(
             named = "" if _is_short(constant) else f"{binding.name}: "
             node.attributes[name] = f"{named}{_constant(constant)}"
         else:  # a state, say, or a value of the graph around a block
-            node.attributes[name] = f"{binding.name}: {_described(scope.types.get(binding.name))}"
+            node.attributes[name] = f"{binding.name}: {_type_text(scope.types.get(binding.name))}"
 
 
 def _inner_graph(graph: _Graph, block: Block, scope: _Scope, name: str, op: Op) -> str:
@@ -430,11 +432,11 @@ def _inner_graph(graph: _Graph, block: Block, scope: _Scope, name: str, op: Op) 
     for param in block.inputs:
         own.types[param.name] = param.type
         node = _Node(f"input {param.name}", param.name, "inputs")
-        node.results.append({"type": _described(param.type)})
+        node.results.append({"type": _type_text(param.type)})
         _add(inner, node, [param.name])
     _add_block(inner, block, own, "", {}, "")
     for output in block.outputs:
-        node = _Node(f"output {output}", output, "outputs", inner.known([output]))
+        node = _Node(f"output {output}", output, "outputs", inner.ports([output]))
         node.attributes["of"] = op.type
         _add(inner, node, [])
     return inner.id
@@ -445,7 +447,7 @@ def _layers(module: str | None, outer: str = "") -> str:
     return "/".join([*parts, *(module.split(".") if module else ())])
 
 
-def _described(type_: ValueType | None) -> str:
+def _type_text(type_: ValueType | None) -> str:
     if isinstance(type_, StateType):
         return f"state {type_.wrapped}"
     return str(type_) if isinstance(type_, TensorType) else type(type_).__name__
@@ -454,18 +456,18 @@ def _described(type_: ValueType | None) -> str:
 def _is_short(constant: Constant) -> bool:
     content = constant.content
     return isinstance(content, str) or (
-        isinstance(content, np.ndarray | np.generic) and content.size <= _SHOWN
+        isinstance(content, np.ndarray | np.generic) and content.size <= _MAX_ELEMENTS
     )
 
 
 def _constant(constant: Constant) -> str:
     """Describe a constant: its value if it is short, else its type and its stored size."""
     content = constant.content
-    if isinstance(content, np.ndarray | np.generic) and content.size <= _SHOWN:
+    if isinstance(content, np.ndarray | np.generic) and content.size <= _MAX_ELEMENTS:
         text = str(content.tolist())
         dtype = constant.type.dtype.label if isinstance(constant.type, TensorType) else ""
         return text if content.ndim == 0 else f"{dtype}{text}"
     if isinstance(constant.type, TensorType) and not isinstance(content, str):
         return f"{constant.type}, {constant.nbytes} B"
     text = str(content)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return text if len(text) <= _MAX_LETTERS else f"{text[:_MAX_LETTERS]}..."

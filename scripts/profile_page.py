@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from coreml_delegate.html_pages import page_template
-from coreml_delegate.scripts.profiles import Operation, Profile, module_levels, place_in_tree
+from coreml_delegate.scripts.profiles import Operation, Profile, module_levels, tree_sort_key
 from coreml_delegate.scripts.roofline import Machine, draw_roofline
 
 _TEMPLATE = "profile_page.html.j2"
@@ -20,12 +20,12 @@ class Span:
     """A stretch of the method's time: a box of the flame chart.
 
     Attributes:
-        label: What took the time.
+        label: Name of the delegate, module or operation.
         kind: ``method``, ``delegate``, ``module``, ``operation``, ``cpu`` or ``around``.
         start: Milliseconds from the start of the method.
         milliseconds: Median time.
         level: Row, counted from the top.
-        facts: What is known of it, line by line.
+        facts: Further lines of text on it.
     """
 
     label: str
@@ -43,7 +43,7 @@ class ModuleRow:
     Attributes:
         path: Its path; empty for the model.
         milliseconds: Median time.
-        compared: That of the other program, if there is one.
+        compared: Median time in the other program, if there is one.
     """
 
     path: str
@@ -95,8 +95,8 @@ def flame(profile: Profile) -> Iterator[Span]:
     """
     yield Span("the method", "method", 0.0, profile.milliseconds, 0)
     start = 0.0
-    by_place = itertools.groupby(profile.operations, key=lambda o: o.delegate)
-    for delegate, group in by_place:
+    by_delegate = itertools.groupby(profile.operations, key=lambda o: o.delegate)
+    for delegate, group in by_delegate:
         operations = list(group)
         inside = sum(o.milliseconds for o in operations)
         if delegate is None:
@@ -120,7 +120,7 @@ def flame(profile: Profile) -> Iterator[Span]:
 def _nested(
     operations: Sequence[Operation], depth: int, start: float, level: int
 ) -> Iterator[Span]:
-    """Yield the boxes of operations that follow each other, in those of their modules."""
+    """Yield the boxes of consecutive operations, each after the boxes of its modules."""
 
     def module(operation: Operation) -> str | None:
         levels = module_levels(operation.module) if operation.module is not None else []
@@ -133,14 +133,19 @@ def _nested(
             yield Span(path, "module", start, spent, level, (f"{len(members)} operations",))
             yield from _nested(members, depth + 1, start, level + 1)
         elif path is None:
-            place = start
-            for each in members:
-                if each.milliseconds > 0:
-                    kind = "cpu" if each.delegate is None else "operation"
+            operation_start = start
+            for member in members:
+                if member.milliseconds > 0:
+                    kind = "cpu" if member.delegate is None else "operation"
                     yield Span(
-                        each.name, kind, place, each.milliseconds, level, tuple(_facts(each))
+                        member.name,
+                        kind,
+                        operation_start,
+                        member.milliseconds,
+                        level,
+                        tuple(_facts(member)),
                     )
-                    place += each.milliseconds
+                    operation_start += member.milliseconds
         start += spent
 
 
@@ -165,7 +170,7 @@ def _modules(profile: Profile, other: Profile | None) -> list[ModuleRow]:
     compared = {} if other is None else other.modules(1000)
     return [
         ModuleRow(path, own.get(path, 0.0), None if other is None else compared.get(path, 0.0))
-        for path in sorted({**own, **compared}, key=place_in_tree)
+        for path in sorted({**own, **compared}, key=tree_sort_key)
     ]
 
 

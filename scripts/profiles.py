@@ -16,7 +16,7 @@ _FRAMEWORK: Final = ("OPERATOR_CALL", "Method::init")
 _EXECUTE: Final = "Method::execute"
 _NATIVE: Final = "native_call_"
 NO_MODULE: Final = "(no module)"
-"""Stands for the module of operations of which none is known."""
+"""Shown in place of the module of operations whose module is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,12 @@ class Operation:
         delegate: Number of its delegate, in order of execution; None on the CPU.
         module: Path of the module that all its calls are in; None if unknown.
         calls: Names of its calls in the model's graph.
-        kernel: What computes it, as the engine says.
-        times: Milliseconds in each run, or their mean for each if the engine knows no more; 0 if it
-            is fused with another.
+        kernel: The engine's name of the kernel that computes it.
+        times: Milliseconds in each run, or the mean for each if the engine measures only that; 0 if
+            it is fused with another.
         fused: Names of all operations that its kernel computes, itself included.
         flops: Estimated floating-point operations; None if unknown.
-        bytes: Bytes that it has to read and write, values inside its kernel aside; None if unknown.
+        bytes: Bytes that it reads and writes, except values inside its kernel; None if unknown.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Operations of a delegate that are computed together.
+    """Operations of a delegate that one kernel computes together.
 
     Attributes:
         name: The engine's name of it.
@@ -73,12 +73,12 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The times of one method, in milliseconds, each list with one number for each run.
+    """The times of one method in milliseconds; each tuple has one number for each run.
 
     Attributes:
-        total: Of the whole method.
-        delegates: Of each delegate, in order of execution.
-        operations: In order of execution.
+        total: Times of the whole method.
+        delegates: Times of each delegate, in order of execution.
+        operations: The operations, in order of execution.
     """
 
     total: tuple[float, ...]
@@ -106,23 +106,23 @@ class Profile:
             parts = module_levels(operation.module)
             for level in range(min(depth, len(parts)) + 1):
                 times.setdefault(".".join(parts[:level]), []).append(operation.times)
-        listed = sorted(times.items(), key=lambda item: place_in_tree(item[0]))
-        return {path: _median_of_sums(each) for path, each in listed}
+        listed = sorted(times.items(), key=lambda item: tree_sort_key(item[0]))
+        return {path: _median_of_sums(operation_times) for path, operation_times in listed}
 
     def kernels(self) -> list[Kernel]:
         """Return the kernels of all delegates, in order of execution."""
         groups: dict[object, list[Operation]] = {}
-        for place, each in enumerate(self.operations):
-            if each.delegate is not None:
-                key = (each.delegate, each.fused) if len(each.fused) > 1 else place
-                groups.setdefault(key, []).append(each)
+        for index, operation in enumerate(self.operations):
+            if operation.delegate is not None:
+                key = (operation.delegate, operation.fused) if len(operation.fused) > 1 else index
+                groups.setdefault(key, []).append(operation)
         return [
             Kernel(
                 max(group, key=lambda o: o.milliseconds).kernel,
                 tuple(sorted(group, key=lambda o: -o.milliseconds)),
                 _median_of_sums(o.times for o in group),
-                _sum_of_known([o.flops for o in group]),
-                _sum_of_known([o.bytes for o in group]),
+                _sum_or_none([o.flops for o in group]),
+                _sum_or_none([o.bytes for o in group]),
             )
             for group in groups.values()
         ]
@@ -153,33 +153,35 @@ class Profile:
             "modules_ms": self.modules(1000),
             "operations": [
                 {
-                    "name": each.name,
-                    "delegate": each.delegate,
-                    "module": each.module,
-                    "calls": list(each.calls),
-                    "kernel": each.kernel,
-                    "ms": each.milliseconds,
-                    "flops": each.flops,
-                    "bytes": each.bytes,
+                    "name": operation.name,
+                    "delegate": operation.delegate,
+                    "module": operation.module,
+                    "calls": list(operation.calls),
+                    "kernel": operation.kernel,
+                    "ms": operation.milliseconds,
+                    "flops": operation.flops,
+                    "bytes": operation.bytes,
                 }
-                for each in self.operations
+                for operation in self.operations
             ],
         }
 
 
 def read_profile(blocks: Iterable[Sequence[Any]]) -> Profile:
-    """Read the events of runs, of which the first warms up and does not count.
+    """Read a profile from the events of runs; the first run warms up and does not count.
 
     Args:
         blocks: Events of ``Inspector``, by block.
 
     Raises:
-        ProgramError: Runs differ in what they execute, or there is none.
+        ProgramError: Runs differ in what they execute, or there is no run.
     """
-    found = [events for events in map(list, blocks) if any(e.name == _EXECUTE for e in events)]
-    if len(found) != 1:
+    method_blocks = [
+        events for events in map(list, blocks) if any(e.name == _EXECUTE for e in events)
+    ]
+    if len(method_blocks) != 1:
         raise ProgramError("runs of the program differ in what they execute")
-    events = found[0]
+    events = method_blocks[0]
     operations: list[Operation] = []
     delegates: list[tuple[float, ...]] = []
     total: tuple[float, ...] = ()
@@ -196,11 +198,11 @@ def read_profile(blocks: Iterable[Sequence[Any]]) -> Profile:
 
 
 def module_levels(path: str | None) -> list[str]:
-    """Return the names of a module and of those that it is in, outermost first."""
+    """Return the names along a module's path, outermost first."""
     return [NO_MODULE] if path is None else path.split(".") if path else []
 
 
-def place_in_tree(path: str) -> list[tuple[int, int, str]]:
+def tree_sort_key(path: str) -> list[tuple[int, int, str]]:
     """Return a key that sorts module paths as a tree, numbers by value."""
     parts = path.split(".") if path else []
     return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts]
@@ -208,21 +210,21 @@ def place_in_tree(path: str) -> list[tuple[int, int, str]]:
 
 def _operation(event: Any, delegate: int | None, times: tuple[float, ...]) -> Operation:
     paths = [module_of(stack) for stack in event.module_hierarchy.values() if stack]
-    described: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     if event.raw_delegate_debug_metadatas:
-        described = json.loads(event.raw_delegate_debug_metadatas[-1])
-        if described.get("mean"):  # of all runs so far: the last one is of all
+        metadata = json.loads(event.raw_delegate_debug_metadatas[-1])
+        if metadata.get("mean"):  # the mean of the runs so far: the last is over all
             times = times[-1:] * len(times)
     return Operation(
         name=event.name.removeprefix(_NATIVE),
         delegate=delegate,
         module=common_module(paths) if paths else None,
         calls=tuple(event.module_hierarchy),
-        kernel=str(described.get("kernel", "")),
+        kernel=str(metadata.get("kernel", "")),
         times=times,
-        fused=tuple(described.get("ops", ())),
-        flops=described.get("flops"),
-        bytes=described.get("bytes"),
+        fused=tuple(metadata.get("ops", ())),
+        flops=metadata.get("flops"),
+        bytes=metadata.get("bytes"),
     )
 
 
@@ -232,7 +234,7 @@ def module_of(stack: Mapping[str, Sequence[str]]) -> str:
 
 
 def common_module(paths: Sequence[str]) -> str:
-    """Return the innermost module that has all of these."""
+    """Return the innermost module that contains all of ``paths``."""
     levels = zip(*(path.split(".") for path in paths), strict=False)
     return ".".join(
         names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels)
@@ -244,6 +246,6 @@ def _median_of_sums(listed: Iterable[Sequence[float]]) -> float:
     return statistics.median(sums) if sums else 0.0
 
 
-def _sum_of_known(numbers: Sequence[int | None]) -> int | None:
-    known = [number for number in numbers if number is not None]
-    return sum(known) if len(known) == len(numbers) else None
+def _sum_or_none(numbers: Sequence[int | None]) -> int | None:
+    values = [number for number in numbers if number is not None]
+    return sum(values) if len(values) == len(numbers) else None

@@ -60,7 +60,7 @@ class Port:
         shape: Default shape: the largest for a ``.pte``, the declared for an ``.mlpackage``.
         is_tensor: Whether the input is a tensor; its dtype and shape mean nothing otherwise.
         fixed: The value the program was exported for, if the input is no tensor.
-        image: The image that the input is of an ``.mlpackage``; None for an array.
+        image: The feature, if the input of an ``.mlpackage`` is an image; None for an array.
     """
 
     name: str
@@ -89,9 +89,9 @@ class Execution:
 
     @classmethod
     def of(cls, executions: Iterable[Execution]) -> Execution:
-        """Return the engines of all of these, each with its types in any of them."""
-        all_ = list(executions)
-        return cls(_united([e.engines for e in all_]), _united([e.declared for e in all_]))
+        """Merge executions: all of their engines, each with all of its types."""
+        parts = list(executions)
+        return cls(_union([e.engines for e in parts]), _union([e.declared for e in parts]))
 
     def __str__(self) -> str:
         return ", ".join(map(self._describe, self.engines)) or "no engine of this package"
@@ -102,7 +102,7 @@ class Execution:
         return f"{engine} in {' and '.join(types) or 'integers'}{remark}"
 
 
-def _united(mappings: Sequence[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
+def _union(mappings: Sequence[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
     names = dict.fromkeys(name for mapping in mappings for name in mapping)
     return {
         name: tuple(sorted({type_ for mapping in mappings for type_ in mapping.get(name, ())}))
@@ -137,7 +137,7 @@ class LoadedProgram(Protocol):
         """Run once.
 
         Args:
-            inputs: As the model takes them; an ``.mlpackage`` takes the tensors alone.
+            inputs: As the model takes them; an ``.mlpackage`` takes only the tensors.
 
         Returns:
             Outputs by name, in order.
@@ -149,7 +149,7 @@ class LoadedProgram(Protocol):
         ...
 
     def expected_of(self, outcome: Outcome) -> list[Output]:
-        """Return what the outputs should be, in order, given a run of the model."""
+        """Return the expected outputs, in order, from a run of the model."""
         ...
 
 
@@ -279,12 +279,12 @@ def load_traced(
 def _refuse_options_of_pte(
     path: Path, *, host: str, data: Sequence[Path], method: str | None = None
 ) -> None:
-    given = {
+    options = {
         "--host": host != runtime.AUTO,
         "--data": bool(data),
         "--method": method is not None,
     }
-    for option, is_given in given.items():
+    for option, is_given in options.items():
         if is_given:
             raise OptionError(f"{option} is for a .pte", got=str(path))
 
@@ -308,7 +308,7 @@ def _judging_engine(
     An engine that computes in fp32 shows neither rounding nor overflow of fp16.
     """
     if options.numerics_option is not None:
-        return runtime.AUTO  # only one engine has what is asked for
+        return runtime.AUTO  # only one engine has the option
     types = {
         dtype for function in _functions(path, method, data) for dtype in function.computed_in()
     }
@@ -384,8 +384,8 @@ class _LoadedPte:
         }
 
     def states(self) -> Snapshot:
-        held = states_of(self._method, self._program.delegates(self._method))
-        return snapshot(dict(held))
+        states = states_of(self._method, self._program.delegates(self._method))
+        return snapshot(dict(states))
 
     def expected_of(self, outcome: Outcome) -> list[Output]:
         mutated = [outcome.inputs[position] for position in self._mutated.values()]
@@ -393,7 +393,7 @@ class _LoadedPte:
 
 
 def as_output(value: object) -> Output:
-    """Return a value that a model returns, as an output of a program."""
+    """Convert a value that a model returns to an output of a program."""
     if isinstance(value, torch.Tensor):
         return value
     if value is None or isinstance(value, str):
@@ -547,14 +547,14 @@ class _TraceablePackage:
 
 class _TraceablePte:
     def __init__(self, path: Path, method: str | None, min_sqnr_db: float) -> None:
-        self._found: list[tuple[str, Diagnosis]] = []
+        self._diagnoses: list[tuple[str, Diagnosis]] = []
         self._min_sqnr_db = min_sqnr_db
         self._load_delegate = delegate_loader(REFERENCE.name)
         opened = PteProgram.open(path)
         self._method = method or default_method(opened.method_names)
         # Hosts load the delegates of a method in the order of the file.
-        names = {each.name: partition_names(each) for each in opened.methods}
-        self._names = {each: iter(found.values()) for each, found in names.items()}
+        names = {info.name: partition_names(info) for info in opened.methods}
+        self._names = {name: iter(delegates.values()) for name, delegates in names.items()}
         if not partition_names(opened.method(self._method)):
             raise ProgramError(
                 f"method {self._method!r} has no {COREML_BACKEND_ID} delegate", got=path.name
@@ -564,16 +564,16 @@ class _TraceablePte:
         self._program.load_method(self._method)
 
     def diagnose(self, inputs: Sequence[Any]) -> list[tuple[str, Diagnosis]]:
-        self._found.clear()
+        self._diagnoses.clear()
         self._program.run(self._method, inputs)
-        return list(self._found)
+        return list(self._diagnoses)
 
     def _load(self, payload: DelegatePayload) -> _TraceableDelegate:
         name = next(self._names[payload.method_name])
         loaded = self._load_delegate(payload)
         if not isinstance(loaded, CoreMLDelegate):
             raise ProgramError("the delegate cannot be traced", got=type(loaded).__name__)
-        return _TraceableDelegate(name, loaded, self._min_sqnr_db, self._found)
+        return _TraceableDelegate(name, loaded, self._min_sqnr_db, self._diagnoses)
 
 
 class _TraceableDelegate:
@@ -586,15 +586,15 @@ class _TraceableDelegate:
         name: str,
         delegate: CoreMLDelegate,
         min_sqnr_db: float,
-        found: list[tuple[str, Diagnosis]],
+        diagnoses: list[tuple[str, Diagnosis]],
     ) -> None:
         self._name = name
         self._delegate = delegate
         self._min_sqnr_db = min_sqnr_db
-        self._found = found
+        self._diagnoses = diagnoses
         self.input_count = delegate.input_count
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         diagnosis = self._delegate.diagnose(inputs, min_sqnr_db=self._min_sqnr_db)
-        self._found.append((self._name, diagnosis))
+        self._diagnoses.append((self._name, diagnosis))
         return self._delegate(inputs)

@@ -26,7 +26,7 @@ _CALIBRATION = (
     "returns samples to iterate over"
 )
 _DEFAULT_SAMPLES = 128
-_SHOWN = 3  # modules listed in a warning
+_MAX_LISTED = 3  # modules listed in a warning
 
 
 def add_quantization(parser: argparse.ArgumentParser) -> None:
@@ -68,14 +68,14 @@ def add_calibration(parser: argparse._ActionsContainer, purpose: str) -> None:  
 
     Args:
         parser: Gets the arguments.
-        purpose: Help text of the first.
+        purpose: Help text of ``--calibration``.
     """
     parser.add_argument("--calibration", metavar="DATA", help=purpose)
     parser.add_argument(
         "--calibration-samples",
         type=arguments.positive,
         metavar="N",
-        help=f"samples to read at most (default: {_DEFAULT_SAMPLES})",
+        help=f"read at most N samples (default: {_DEFAULT_SAMPLES})",
     )
 
 
@@ -117,7 +117,7 @@ def check(args: argparse.Namespace, assignment: QuantizationAssignment | None) -
 def calibration_samples(
     args: argparse.Namespace, source: SourceModel, assignment: QuantizationAssignment
 ) -> list[list[Any]]:
-    """Read the calibration samples that an assignment needs; warn if they are given in vain.
+    """Read the calibration samples that an assignment needs; warn of data that it does not need.
 
     Raises:
         OptionError: The data cannot be read or do not fit the model.
@@ -135,7 +135,7 @@ def read_samples(
     """Read the data of ``--calibration``, at most ``--calibration-samples`` of it.
 
     Args:
-        args: With these options.
+        args: Arguments with these options.
         source: The model.
         image: See ``DataSet``.
 
@@ -155,7 +155,7 @@ def compile_specs(
     target: Opset | None,
     compute_unit: str = "all",
 ) -> list[Any]:
-    """Return the compile specs to lower a model with, quantized as assigned or not.
+    """Return the compile specs for lowering a model, quantized or not.
 
     Args:
         assignment: How the model is quantized, or None.
@@ -178,11 +178,11 @@ def compile_specs(
 
 
 def warn_of_float(in_float: Mapping[str, str]) -> None:
-    """Warn of the modules that stay in float, given with their reasons."""
+    """Warn of the modules that stay in float, with their reasons."""
     listed = [f"{path} ({why})" for path, why in in_float.items()]
     if listed:
-        more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-        console.warn(f"modules left in float: {', '.join(listed[:_SHOWN])}{more}")
+        more = f" and {len(listed) - _MAX_LISTED} more" if len(listed) > _MAX_LISTED else ""
+        console.warn(f"modules left in float: {', '.join(listed[:_MAX_LISTED])}{more}")
 
 
 def _assignment(text: str) -> QuantizationAssignment:

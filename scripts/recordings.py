@@ -1,4 +1,4 @@
-"""Runs of a program that are recorded on one machine, and compared with a run on another."""
+"""Record runs of a program on one machine; repeat and compare them on another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _DISTRIBUTIONS: Final = (
     "openvino",
     "torch",
 )
-_ONLY: Final = "main"
+_ONLY_METHOD: Final = "main"
 _NUMBERED: Final = re.compile(r"(output|mutated_input)_\d+")
 _UNITS: Final = "compute_units"
 
@@ -84,18 +84,18 @@ class Loading:
         )
 
     def methods(self) -> dict[str, str | None]:
-        """Return what ``load`` takes for each method of the program, by the method's name."""
+        """Return the argument of ``load`` for each method of the program, by the method's name."""
         if is_stablehlo(self.path):
-            return {_ONLY: None}
+            return {_ONLY_METHOD: None}
         if is_package(self.path):
             files = map_package(self.path)
             if read_pipeline(files) is not None:
-                return {_ONLY: None}
+                return {_ONLY_METHOD: None}
             return {name: name for name in read_files(files).functions}
         return {name: name for name in open_pte(self.path, self.data).method_names}
 
     def compute_units(self) -> tuple[str, ...]:
-        """Return where Core ML may run the models: as asked, or as the program was exported."""
+        """Return the compute units for Core ML: of the options, or else of the export."""
         if self.options.compute_unit is not None:
             return (ComputeUnit(self.options.compute_unit).value,)
         if is_stablehlo(self.path) or is_package(self.path):
@@ -116,14 +116,14 @@ def record(
     seed: int,
     with_program: bool,
 ) -> tuple[Recording, Execution]:
-    """Run a program and record what it did.
+    """Run a program; record its inputs, outputs and states.
 
     Args:
         loading: How it is loaded.
         method: The method to run, or None for each, one after the other.
         inputs: Files with the inputs of one call; without them they are random.
         samples: Calls of each method with random inputs.
-        seed: For them.
+        seed: Seed of the random inputs.
         with_program: Whether the recording gets the files of the program.
 
     Raises:
@@ -142,16 +142,16 @@ def record(
     states: dict[str, dict[str, torch.Tensor]] = {}
     executions: list[Execution] = []
     hosts: set[str] = set()
-    for name, wanted in methods.items():
-        program = loading.load(wanted)
+    for name, argument in methods.items():
+        program = loading.load(argument)
         for _ in range(1 if inputs else samples):
-            given = (
+            values = (
                 read_inputs(inputs, program.inputs)
                 if inputs
                 else random_inputs(program.inputs, random)
             )
-            outputs = program.run(copy_inputs(given))
-            calls.append(Call(name, tuple(given), dict(outputs)))
+            outputs = program.run(copy_inputs(values))
+            calls.append(Call(name, tuple(values), dict(outputs)))
         states[name] = {key: torch.from_numpy(array) for key, array in program.states().items()}
         executions.append(program.execution)
         hosts.add(program.host_name)
@@ -166,7 +166,7 @@ def record(
         machine=_machine(),
         versions=_versions(),
         calls=tuple(calls),
-        states={name: held for name, held in states.items() if held},
+        states={name: tensors for name, tensors in states.items() if tensors},
     )
     return recording, execution
 
@@ -175,33 +175,33 @@ def replay(recording: Recording, loading: Loading) -> tuple[dict[str, Accuracy],
     """Repeat the calls of a recording, and compare outputs and states.
 
     Args:
-        recording: What is expected.
+        recording: The expected outputs and states.
         loading: How the same program is loaded here.
 
     Returns:
-        Accuracy over all calls, by output or state, and what computed it.
+        Accuracy over all calls, by output or state, and the engines that ran the program.
 
     Raises:
         ProgramError: The recording is of another program, or has other outputs or states.
         CoreMLDelegateError: See ``programs.load`` and its result.
     """
     _require_same_program(recording, loading)
-    known = loading.methods()
+    methods = loading.methods()
     results: dict[str, Accuracy] = {}
     executions: list[Execution] = []
     for method in recording.methods:
-        if method not in known:
+        if method not in methods:
             raise ProgramError(
                 "the recording calls a method that the program does not have",
                 got=repr(method),
-                expected=", ".join(known),
+                expected=", ".join(methods),
             )
-        program = loading.load(known[method])
+        program = loading.load(methods[method])
         prefix = f"{method} " if len(recording.methods) > 1 else ""
         for call in recording.calls:
             if call.method == method:
                 actual = program.run(copy_inputs(call.inputs))
-                _compare(results, prefix, _named(call.outputs, actual), actual, "outputs")
+                _compare(results, prefix, _renamed(call.outputs, actual), actual, "outputs")
         states = {key: torch.from_numpy(array) for key, array in program.states().items()}
         if expected := recording.states.get(method, {}):
             _compare(results, f"{prefix}state ", expected, states, "states")
@@ -209,7 +209,7 @@ def replay(recording: Recording, loading: Loading) -> tuple[dict[str, Accuracy],
     return results, Execution.of(executions)
 
 
-def _named(recorded: Mapping[str, Value], actual: Mapping[str, Value]) -> Mapping[str, Value]:
+def _renamed(recorded: Mapping[str, Value], actual: Mapping[str, Value]) -> Mapping[str, Value]:
     """Return recorded outputs by the program's names; earlier releases numbered them."""
     if len(recorded) != len(actual) or not all(map(_NUMBERED.fullmatch, recorded)):
         return recorded
@@ -235,31 +235,31 @@ def _compare(
 
 
 def _require_same_program(recording: Recording, loading: Loading) -> None:
-    here = {
+    paths = {
         RecordedFile.of(path, content, stored=False).sha256: path
         for path, content in files_of(loading.path, loading.data)
     }
-    if here.keys() != {file.sha256 for file in recording.files}:
+    if paths.keys() != {file.sha256 for file in recording.files}:
         raise ProgramError(
             "the recording is of another program",
-            got=", ".join(_described(path, digest) for digest, path in here.items()),
-            expected=", ".join(_described(file.path, file.sha256) for file in recording.files),
+            got=", ".join(_file_text(path, digest) for digest, path in paths.items()),
+            expected=", ".join(_file_text(file.path, file.sha256) for file in recording.files),
             remedy="Pass the very files that were recorded, --data too",
         )
 
 
-def _described(path: str, digest: str) -> str:
+def _file_text(path: str, digest: str) -> str:
     return f"{path} with SHA-256 {digest[:12]}..."
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return {**found, "macos": platform.mac_ver()[0] or None}
+            versions[name] = None
+    return {**versions, "macos": platform.mac_ver()[0] or None}
 
 
 def _machine() -> dict[str, str | None]:
@@ -272,20 +272,20 @@ def _machine() -> dict[str, str | None]:
 
 
 def _processors() -> Iterator[str]:
-    """Yield the names of the processor that the system tells, the best first."""
-    asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    """Yield the system's names of the processor, the most exact first."""
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
     if platform.system() == "Darwin":
         try:
-            told = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
-            yield told.stdout.strip()
+            result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            yield result.stdout.strip()
         except (OSError, subprocess.SubprocessError):
-            pass  # a recording without it is worth as much
+            pass  # a recording can do without the name
     if name := platform.processor():
         yield name
 
 
 def describe(recording: Recording) -> dict[str, Any]:
-    """Return what a recording tells of the run, for a reader."""
+    """Summarize the recorded run as plain data."""
     macos = recording.versions.get("macos")
     return {
         "program": recording.program,

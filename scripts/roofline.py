@@ -30,7 +30,7 @@ _SMALLEST, _LARGEST = 2.5, 14.0  # radius of a kernel
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The speed that this machine was seen to reach.
+    """The measured speed of this machine.
 
     Attributes:
         flops_per_second: Of a product of two large matrices.
@@ -93,10 +93,10 @@ class Point:
     """A kernel in the chart.
 
     Attributes:
-        kernel: What it stands for.
+        kernel: The kernel.
         intensity: Operations per byte.
         flops_per_second: As measured.
-        share: Of what is attainable at its intensity; above 1 where caches hold its operands.
+        share: Fraction of the attainable speed; above 1 where caches hold its operands.
         x: Place in the chart.
         y: Place in the chart, from above.
         radius: Grows with its time.
@@ -138,11 +138,11 @@ class Chart:
 
 def draw_roofline(kernels: Iterable[Kernel], machine: Machine) -> Chart:
     """Lay out the chart of the kernels that compute something and whose work is known."""
-    shown = [k for k in kernels if k.milliseconds > 0 and k.flops and k.bytes]
-    shown.sort(key=lambda kernel: -kernel.milliseconds)
-    places = [_place(kernel) for kernel in shown]
-    low_x, high_x = _decades([x for x, _ in places], machine.ridge)
-    low_y, high_y = _decades([y for _, y in places], machine.flops_per_second)
+    charted = [k for k in kernels if k.milliseconds > 0 and k.flops and k.bytes]
+    charted.sort(key=lambda kernel: -kernel.milliseconds)
+    coordinates = [_coordinates(kernel) for kernel in charted]
+    low_x, high_x = _decades([x for x, _ in coordinates], machine.ridge)
+    low_y, high_y = _decades([y for _, y in coordinates], machine.flops_per_second)
 
     def across(intensity: float) -> float:
         part = (math.log10(intensity) - low_x) / (high_x - low_x)
@@ -152,7 +152,7 @@ def draw_roofline(kernels: Iterable[Kernel], machine: Machine) -> Chart:
         part = (math.log10(speed) - low_y) / (high_y - low_y)
         return _HEIGHT - _BOTTOM - part * (_HEIGHT - _TOP - _BOTTOM)
 
-    longest = max((kernel.milliseconds for kernel in shown), default=1.0)
+    longest = max((kernel.milliseconds for kernel in charted), default=1.0)
     points = [
         Point(
             kernel,
@@ -163,7 +163,7 @@ def draw_roofline(kernels: Iterable[Kernel], machine: Machine) -> Chart:
             up(speed),
             max(_SMALLEST, _LARGEST * math.sqrt(kernel.milliseconds / longest)),
         )
-        for kernel, (intensity, speed) in zip(shown, places, strict=True)
+        for kernel, (intensity, speed) in zip(charted, coordinates, strict=True)
     ]
     foot = max(10.0**low_x, 10.0**low_y / machine.bytes_per_second)
     corners = (foot, machine.ridge, 10.0**high_x)
@@ -175,14 +175,14 @@ def draw_roofline(kernels: Iterable[Kernel], machine: Machine) -> Chart:
     )
 
 
-def _place(kernel: Kernel) -> tuple[float, float]:
+def _coordinates(kernel: Kernel) -> tuple[float, float]:
     """Return operations per byte, and operations per second, of a kernel that has both."""
     flops, moved = kernel.flops or 0, kernel.bytes or 0
     return flops / moved, flops / (kernel.milliseconds / 1e3)
 
 
 def _decades(values: Sequence[float], own: float) -> tuple[int, int]:
-    """Return the powers of ten around values, with ``own`` among them."""
-    known = (*values, own)
-    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    """Return the exponents of the powers of ten around ``values`` and ``own``."""
+    numbers = (*values, own)
+    low, high = math.floor(math.log10(min(numbers))), math.ceil(math.log10(max(numbers)))
     return low, max(high, low + 1)

@@ -24,7 +24,7 @@ _VALUES = 120  # width of the numbers behind the bars
 _TICK = 10  # dB between two lines of the scale
 _LETTERS = 44  # that fit into a label
 
-# The picture alone.
+# For the picture only.
 _MARGIN = 16
 _HEADING = 56
 _FOOT = 24
@@ -78,25 +78,25 @@ def to_png(sensitivity: Sensitivity) -> bytes:
         OptionError: Pillow is not installed.
     """
     pillow = import_pillow()
-    drawn = _chart(sensitivity)
-    below = _HEADING + _ROW * len(drawn.bars)
+    chart = _chart(sensitivity)
+    below = _HEADING + _ROW * len(chart.bars)
     width = 2 * _MARGIN + _LABELS + _LENGTH + _VALUES
     image = pillow.Image.new("RGB", (_SCALE * width, _SCALE * (below + _FOOT)), "white")
     pen = _Pen(pillow, image)
     _heading(pen, sensitivity)
     left = _MARGIN + _LABELS
-    for value, place in drawn.ticks:
-        pen.line(left + place, _HEADING, below, _LINE)
-        pen.text(left + place, below + 12, f"{value} dB", _SOFT, "mm")
-    for number, bar in enumerate(drawn.bars):
+    for value, position in chart.ticks:
+        pen.line(left + position, _HEADING, below, _LINE)
+        pen.text(left + position, below + 12, f"{value} dB", _SOFT, "mm")
+    for number, bar in enumerate(chart.bars):
         top = _HEADING + number * _ROW
         middle = top + _ROW / 2
         colour = _RELIEVED if bar.relieved else _BAR
         pen.text(left - _GAP, middle, bar.label, _INK, "rm")
         pen.box(left, top + 4, left + bar.length, top + _ROW - 4, colour)
         pen.text(left + bar.length + _GAP, middle, bar.value, _INK, "lm")
-    if drawn.target is not None:
-        pen.line(left + drawn.target, _HEADING, below, _INK)
+    if chart.target is not None:
+        pen.line(left + chart.target, _HEADING, below, _INK)
     file = io.BytesIO()
     image.save(file, format="PNG")
     return file.getvalue()
@@ -115,7 +115,7 @@ def _heading(pen: _Pen, sensitivity: Sensitivity) -> None:
 
 
 class _Pen:
-    """Draws in pixels of the layout, scaled to those of the file."""
+    """Draws in layout pixels, scaled to the pixels of the file."""
 
     def __init__(self, pillow: Any, image: Any) -> None:
         self._font = pillow.ImageFont.load_default
@@ -181,7 +181,7 @@ def _chart(sensitivity: Sensitivity) -> _Chart:
     end = _TICK * max(math.ceil(max([*finite, 0.0, _TICK]) / _TICK), 1)
     scale = _LENGTH / end
 
-    def place(value: float) -> float:
+    def position(value: float) -> float:
         return round(min(max(value, 0.0), end) * scale, 1) if not math.isnan(value) else 0.0
 
     bars = tuple(
@@ -189,16 +189,16 @@ def _chart(sensitivity: Sensitivity) -> _Chart:
             label=_shorten(layer.path),
             path=layer.path,
             value=format_decibels(layer.sqnr_db),
-            length=place(layer.sqnr_db),
+            length=position(layer.sqnr_db),
             relieved=layer.path in sensitivity.suggestion.modules,
             suggested=_suggested(sensitivity, layer.path),
         )
         for layer in sensitivity.layers
     )
     step = _TICK * max(math.ceil(end / _TICK / 8), 1)
-    ticks = tuple((value, place(value)) for value in range(0, end + 1, step))
+    ticks = tuple((value, position(value)) for value in range(0, end + 1, step))
     within = 0 <= sensitivity.target_db <= end
-    return _Chart(bars, ticks, place(sensitivity.target_db) if within else None)
+    return _Chart(bars, ticks, position(sensitivity.target_db) if within else None)
 
 
 def _shorten(path: str) -> str:

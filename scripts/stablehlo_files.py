@@ -1,4 +1,4 @@
-"""StableHLO files on the command line: compiled to be run here, or run by XLA as the truth."""
+"""StableHLO files on the command line: compiled for an engine, or run by XLA as the reference."""
 
 from __future__ import annotations
 
@@ -121,14 +121,14 @@ def _run_mlir(path: Path) -> _Compiled:
     xla_client: Any = importlib.import_module("jax._src.lib").xla_client
     client = backend.get_backend("cpu")
     device = client.local_devices()[0]
-    # MLIR of one context is no MLIR of another: XLA reads the text again.
+    # A module belongs to its MLIR context; XLA parses the text in its own.
     compiled = client.compile_and_load(
         str(mlir_module(path)), xla_client.DeviceList((device,)), xla_client.CompileOptions()
     )
 
     def run(arrays: list[Any]) -> Sequence[Any]:
-        placed = [jax.device_put(array, device) for array in arrays]
-        results = compiled.execute_sharded(placed).disassemble_into_single_device_arrays()
+        buffers = [jax.device_put(array, device) for array in arrays]
+        results = compiled.execute_sharded(buffers).disassemble_into_single_device_arrays()
         return [shards[0] for shards in results]
 
     return run

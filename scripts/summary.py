@@ -172,7 +172,7 @@ def _core_ml(partition: CoreMLPartition) -> dict[str, Any]:
     try:
         program, metadata = read_blob(partition.blob)
     except ProgramError as error:  # compiled ahead of time: only Apple devices can read it
-        return summary | _identified(partition) | {"model": None, "unreadable": str(error)}
+        return summary | _identifier(partition) | {"model": None, "unreadable": str(error)}
     model = summarize_model(program)
     name = partition.reference.function_name if partition.reference is not None else None
     function = program.function(name)
@@ -186,12 +186,12 @@ def _core_ml(partition: CoreMLPartition) -> dict[str, Any]:
     }
 
 
-def _identified(partition: CoreMLPartition) -> dict[str, Any]:
+def _identifier(partition: CoreMLPartition) -> dict[str, Any]:
     return {"identifier": metadata_in(unflatten(partition.blob)).identifier}
 
 
 def _options(info: DelegateInfo) -> dict[str, Any] | None:
-    """Return compile options by name; None for specs of other exporters that are unknown here."""
+    """Return compile options by name; None if another exporter's specs are unknown here."""
     try:
         options = CompileOptions.from_pairs(info.compile_specs)
     except OptionError:

@@ -1,4 +1,4 @@
-"""``coreml-delegate cache``: show or clear what is kept of conversions and compilations."""
+"""``coreml-delegate cache``: show or clear the caches of conversions and compilations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from coreml_delegate.runtime import native_files
 
     configured = CacheOptions.from_environment()
-    # Switched off, they may still hold entries of before.
+    # Caches that are switched off may still hold earlier entries.
     limit = DEFAULT_LIMIT if configured is None else configured.limit_bytes
     folders = COMPILED, FOLDER, native_files.FOLDER
     compiled, converted, native = (_state(name, clear=args.clear) for name in folders)
@@ -38,14 +38,14 @@ def run(args: argparse.Namespace) -> int:
     for name, state in states.items():
         removed = f", {state['removed']} removed" if args.clear else ""
         entries = "1 entry" if state["entries"] == 1 else f"{state['entries']} entries"
-        kept = f"{entries}, {console.size(state['bytes'])}{removed}"
-        rows += [(name, kept), ("", state["folder"] or HOMELESS)]
+        content = f"{entries}, {console.size(state['bytes'])}{removed}"
+        rows += [(name, content), ("", state["folder"] or HOMELESS)]
     console.write(console.columns(rows))
     return 0
 
 
 def _state(name: str, *, clear: bool) -> dict[str, Any]:
-    """Return what a cache holds, after it has been cleared if that is asked for."""
+    """Return folder and size of a cache, after clearing it if ``clear``."""
     from coreml_delegate.caches import cache_folder
     from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
 
@@ -63,8 +63,8 @@ def _state(name: str, *, clear: bool) -> dict[str, Any]:
 COMMAND = Command(
     name="cache",
     summary="show or clear the caches of conversions and of compiled programs",
-    description="Show where the partitions converted and the programs compiled on this machine are "
-    "kept and how much space they take; with --clear, remove them.",
+    description="Show the folders and sizes of the caches of converted partitions and compiled "
+    "programs on this machine; with --clear, remove their entries.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -1,4 +1,4 @@
-"""``coreml-delegate check``: find what a device may refuse, run elsewhere or store twice."""
+"""``coreml-delegate check``: find documented causes of trouble on a device."""
 
 from __future__ import annotations
 
@@ -77,13 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     quantization.add_calibration(
         parser,
         "inputs to run, for the rules on overflow and underflow: a folder of images or arrays, "
-        "FILE.npz or MODULE:FACTORY; a .bpte brings its own",
+        "FILE.npz or MODULE:FACTORY; a .bpte has its own",
     )
     arguments.add_method(parser)
     parser.add_argument(
         "--compute-plan",
         action="store_true",
-        help="on a Mac: show what each operation really runs on, beside what the rules predict",
+        help="on a Mac: show each operation's processor in Core ML's plan, beside the rules' "
+        "predictions",
     )
     arguments.add_data(parser)
     arguments.add_report(parser, _FORMS, what="the findings")
@@ -167,8 +168,8 @@ def _models(args: argparse.Namespace) -> ProgramModels:
 
     path: Path = args.program
     if is_package(path):
-        for option, given in (("--data", args.data), ("--etrecord", args.etrecord)):
-            if given:
+        for option, value in (("--data", args.data), ("--etrecord", args.etrecord)):
+            if value:
                 raise OptionError(f"{option} is for a .pte", got=str(path))
         return models_of_package(path)
     program = open_pte(path, args.data)
@@ -185,7 +186,7 @@ def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
     path: Path = args.program
     if args.calibration is not None:
         program = load_traceable(path, method=args.method, min_sqnr_db=MIN_SQNR_DB)
-        samples = [(args.method, each) for each in _samples(args, program.inputs)]
+        samples = [(args.method, inputs) for inputs in _samples(args, program.inputs)]
     elif path.suffix == BUNDLE_SUFFIX:
         from coreml_delegate.runtime.program.bundle import cases_of
         from coreml_delegate.runtime.program.pte import map_source
@@ -198,13 +199,13 @@ def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
         ]
     elif args.method is not None:
         raise OptionError("--method is for the runs of --calibration", got=args.method)
-    found: list[tuple[str, Diagnosis]] = []
-    with console.progress(samples, "Running on the data") as shown:
-        for method, inputs in shown:
-            # Each begins with the program's own state.
+    diagnoses: list[tuple[str, Diagnosis]] = []
+    with console.progress(samples, "Running on the data") as tracked:
+        for method, inputs in tracked:
+            # Each sample starts from the program's initial state.
             program = load_traceable(path, method=method, min_sqnr_db=MIN_SQNR_DB)
-            found += program.diagnose(inputs)
-    return found
+            diagnoses += program.diagnose(inputs)
+    return diagnoses
 
 
 def _samples(args: argparse.Namespace, ports: Sequence[Any]) -> list[list[Any]]:
@@ -227,27 +228,27 @@ def _plans(
     from coreml_delegate.formats.files import write_folder
     from coreml_delegate.formats.mlpackage import empty_folders
 
-    for each in models.models:
+    for entry in models.models:
         with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
             package = Path(folder) / "model.mlpackage"
-            write_folder(each.files, package, folders=empty_folders(each.files))
-            units = {use.compute_unit for use in each.model.uses}
+            write_folder(entry.files, package, folders=empty_folders(entry.files))
+            units = {use.compute_unit for use in entry.model.uses}
             planned = compute_plan(package, units.pop() if len(units) == 1 else None)
-        yield each.model.name, compare_plan(planned, findings, each.model.name)
+        yield entry.model.name, compare_plan(planned, findings, entry.model.name)
 
 
 def _plan_data(plan: Sequence[ComparedOp]) -> list[dict[str, Any]]:
     return [
         {
-            "function": each.planned.function,
-            "op": each.planned.op_type,
-            "output": each.planned.output,
-            "runs_on": None if each.planned.preferred is None else each.planned.preferred.value,
-            "supported": [processor.value for processor in each.planned.supported],
-            "cost": each.planned.cost,
-            "predicted_by": list(each.predicted),
+            "function": op.planned.function,
+            "op": op.planned.op_type,
+            "output": op.planned.output,
+            "runs_on": None if op.planned.preferred is None else op.planned.preferred.value,
+            "supported": [processor.value for processor in op.planned.supported],
+            "cost": op.planned.cost,
+            "predicted_by": list(op.predicted),
         }
-        for each in plan
+        for op in plan
     ]
 
 
@@ -257,14 +258,14 @@ def _plan_text(name: str, plan: Sequence[ComparedOp]) -> str:
     counts: Counter[str] = Counter()
     costs: dict[str, float] = {}
     rows = [("operation", "output", "runs on", "share", "predicted by")]
-    for each in plan:
-        op = each.planned
+    for compared in plan:
+        op = compared.planned
         unit = "unknown" if op.preferred is None else op.preferred.value
         counts[unit] += 1
         costs[unit] = costs.get(unit, 0.0) + (op.cost or 0.0)
-        if op.preferred is not Processor.NEURAL_ENGINE or each.predicted:
+        if op.preferred is not Processor.NEURAL_ENGINE or compared.predicted:
             share = "-" if op.cost is None else f"{op.cost:.1%}"
-            rows.append((op.op_type, op.output, unit, share, ", ".join(each.predicted) or "-"))
+            rows.append((op.op_type, op.output, unit, share, ", ".join(compared.predicted) or "-"))
     summary = [("runs on", "operations", "share")]
     summary += [(unit, str(n), f"{costs[unit]:.1%}") for unit, n in counts.most_common()]
     sections = [f"Core ML's plan of {name}", console.columns(summary, indent=2)]
@@ -289,10 +290,10 @@ def _fail_on(findings: Sequence[Finding], consequences: Sequence[str]) -> None:
 
 COMMAND = Command(
     name="check",
-    summary="find what the neural engine or a device does not take",
-    description="Check a program against documented causes of trouble: what leaves the neural "
-    "engine, fails on a device, loses accuracy or takes more room than needed. Every rule has a "
-    "source that anyone can open.",
+    summary="find causes of trouble on a device, such as ops that leave the neural engine",
+    description="Check a program against documented causes of trouble: operations that leave "
+    "the neural engine, fail on a device, lose accuracy or take more space than needed. Every rule "
+    "cites a public source.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compiled(path: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Compile what Core ML runs of a program, for every method and shape."""
+    """Compile the Core ML parts of a program, for every method and shape; describe each."""
     from coreml_delegate import runtime
     from coreml_delegate.formats.mlpackage import map_package
     from coreml_delegate.runtime.delegate import CoreMLDelegate
@@ -88,7 +88,7 @@ def _compiled(path: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _write_native(delegate: CoreMLDelegate, method: str, processed: Buffer) -> str | None:
-    """Write what applications without Python load; return why that cannot be, or None."""
+    """Write the file for applications without Python; return why that is not possible, or None."""
     from coreml_delegate.formats.entry_cache import CacheOptions
     from coreml_delegate.runtime import native_files
 
@@ -114,17 +114,17 @@ def _lines(program: dict[str, Any]) -> Iterator[str]:
         )
         for part in program["delegates"]
     ]
-    yield console.columns(rows) if rows else "  nothing in it is Core ML's"
+    yield console.columns(rows) if rows else "  it has no Core ML delegate"
 
 
 def _calls(part: dict[str, Any]) -> str:
     if "python_reason" not in part:
         return ""
     calls, application = part["python_reason"], part["application_reason"]
-    made = "calls without Python" if calls is None else f"calls in Python, because {calls}"
+    text = "calls without Python" if calls is None else f"calls in Python, because {calls}"
     if application == calls:
-        return made
-    return made + (
+        return text
+    return text + (
         "; applications without Python load it"
         if application is None
         else f"; not for applications without Python: {application}"
@@ -135,8 +135,8 @@ COMMAND = Command(
     name="compile",
     summary="compile programs ahead of time, into the cache",
     description="Compile the delegates of a .pte, or the functions of an .mlpackage, for every "
-    "method and enumerated shape, so that loading finds them in the cache, and so do applications "
-    "without Python (docs/native.md), and say how each is called.",
+    "method and enumerated shape. Loading then takes them from the cache; so do applications "
+    "without Python (docs/native.md). Print how each is called.",
     add_arguments=add_arguments,
     run=run,
 )

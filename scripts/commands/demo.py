@@ -19,10 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=_FOLDER,
         metavar="DIR",
-        help=f"folder for mv2.pte and mv2.mlpackage, replaced if there (default: {_FOLDER})",
+        help=f"folder for mv2.pte and mv2.mlpackage, replaced if they exist (default: {_FOLDER})",
     )
     parser.add_argument(
-        "--repeat", type=arguments.positive, default=30, help="timed runs of each (default: 30)"
+        "--repeat",
+        type=arguments.positive,
+        default=30,
+        help="timed runs of program and model (default: 30)",
     )
     arguments.add_seed(parser, "random weights")
 

@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bundle",
         type=arguments.positive,
         metavar="N",
-        help="write a bundled program (.bpte) beside the output: it, N inputs, and what the model "
-        "returns for them",
+        help="write a bundled program (.bpte) beside the output: the program, N inputs, and the "
+        "model's outputs for them",
     )
     arguments.add_allow_missing_kernels(parser)
     arguments.add_compilation(parser)
@@ -153,7 +153,7 @@ def _write(
     source: SourceModel,
     report: DelegationReport,
 ) -> None:
-    """Write the program and what goes with it: all files, or none."""
+    """Write the program, its reports, ETRecord and bundle: all files, or none of them."""
     content: dict[Path, Callable[[], bytes]] = {
         path: partial(_page, report, program)
         if path.suffix == _PAGE and output is not None
@@ -168,8 +168,8 @@ def _write(
     with ExitStack() as files:
         if output is not None:
             program.write_to_file(files.enter_context(new_output(output, force=args.force)))
-        for path, made in content.items():
-            files.enter_context(new_output(path, force=args.force)).write(made())
+        for path, render in content.items():
+            files.enter_context(new_output(path, force=args.force)).write(render())
 
 
 def _report(report: DelegationReport, suffix: str) -> bytes:
@@ -177,7 +177,7 @@ def _report(report: DelegationReport, suffix: str) -> bytes:
 
 
 def _page(report: DelegationReport, program: Any) -> bytes:
-    """Return the report's page, with what a check of the program finds."""
+    """Return the report's page, with the findings of ``check`` for the program."""
     from coreml_delegate.device_check import check
     from coreml_delegate.runtime.program.pte import PteProgram
     from coreml_delegate.scripts.device_findings import (
@@ -215,15 +215,17 @@ def _bundle(program: Any, source: SourceModel, count: int, seed: int) -> bytes:
     _check_bundled(method)
     mutated = mutated_inputs(method)
     samples = [list(source.leaves), *resampled(source.leaves, count - 1, seed)]
-    # Each case begins with the program's own state.
-    held: list[Any] = list(module.buffers()) if isinstance(module := source.module, Module) else []
-    buffers = [buffer.clone() for buffer in held]
+    # Each case starts from the program's initial state.
+    buffers: list[Any] = (
+        list(module.buffers()) if isinstance(module := source.module, Module) else []
+    )
+    initial_values = [buffer.clone() for buffer in buffers]
     outcomes: list[Outcome] = []
     for sample in samples:
         outcome = source.execute(sample)
         results = tuple(map(_copied, outcome.results))  # they may be the buffers themselves
         outcomes.append(replace(outcome, results=results))
-        for buffer, initial in zip(held, buffers, strict=True):
+        for buffer, initial in zip(buffers, initial_values, strict=True):
             buffer.data.copy_(initial)
     with quiet_import():
         from executorch.devtools import BundledProgram
@@ -273,8 +275,8 @@ def _check_outputs(args: argparse.Namespace) -> Path | None:
         args.refuse_usage("the following arguments are required: -o/--output, or --dry-run")
     output: Path | None = None if args.dry_run else args.output
     reports: list[Path] = args.report
-    for option, given in (("--etrecord", args.etrecord), ("--bundle", args.bundle)):
-        if given is not None and output is None:
+    for option, value in (("--etrecord", args.etrecord), ("--bundle", args.bundle)):
+        if value is not None and output is None:
             args.refuse_usage(f"{option} goes with --output, and not with --dry-run")
     bundle = None
     if output is not None and args.bundle is not None:
@@ -302,8 +304,8 @@ def _quantized(
     samples = quantization.calibration_samples(args, source, assignment)
     summary = quantization.QuantizationSummary.of(source, assignment)
     progress = console.progress(samples, "Calibrating") if samples else nullcontext(samples)
-    with console.step(f"Quantizing by {assignment.mode.name}"), progress as shown:
-        quantized = quantize_model(source, assignment, shown)
+    with console.step(f"Quantizing by {assignment.mode.name}"), progress as tracked:
+        quantized = quantize_model(source, assignment, tracked)
     quantization.warn_of_float(quantized.in_float)
     return quantized.source, summary
 
@@ -326,7 +328,7 @@ def _partitioner(
         program = source.export()
         shapes = flexible_shapes.enumerated(args.enumerated_shapes)
         in_graph = dict(zip(source.input_names, program.graph_signature.user_inputs, strict=True))
-        by_node = {str(in_graph.get(name, name)): each for name, each in shapes.items()}
+        by_node = {str(in_graph.get(name, name)): choices for name, choices in shapes.items()}
         specs.append(CoreMLBackend.generate_enumerated_shapes_compile_spec(program, by_node))
     return CoreMLPartitioner(
         compile_specs=specs,
@@ -345,7 +347,7 @@ COMMAND = Command(
     name="export",
     summary="lower a PyTorch model to a .pte with Core ML delegates",
     description="Lower a PyTorch model to a .pte with Core ML delegates and print, for every "
-    "operation, whether Core ML takes it and why not.",
+    "operation, whether Core ML takes it, or why not.",
     add_arguments=add_arguments,
     run=run,
 )

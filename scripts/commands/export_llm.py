@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from coreml_delegate.llm.low_rank import Adapter
     from coreml_delegate.partition import CoreMLPartitioner
 
-_CONTEXT = 2048
+_CONTEXT = 2048  # tokens
 _CHUNK = {"io": 64, "state": 8}
 _ANSWER_CHUNK = 8  # of encoder-decoder models, whose prompts have few tokens
 _GROUP = 32
@@ -305,7 +305,7 @@ def _report(
     adapters: Sequence[Adapter],
     partitioner: CoreMLPartitioner,
 ) -> None:
-    """Print a summary; warn of operations on the CPU and of weights that are not shared."""
+    """Print a summary; warn of operations on the CPU and of unshared weights."""
     reports = dict(zip(layout.methods, partitioner.reports, strict=True))
     width = _BYTES[args.precision]
     document = {
@@ -335,9 +335,9 @@ def _report(
         _print(document, decoder, layout)
     for name, report in reports.items():
         if report.undelegated:
-            console.warn(f"{name} does not run on Core ML alone")
+            console.warn(f"{name} does not run entirely on Core ML")
             console.write(report.to_table())
-        # The layers are in the methods that decode alone.
+        # Only the methods that decode have the layers.
         decoding = [method for method in layout.methods if method not in layout.input_methods]
         shares = len(decoding) > 1 and name in decoding
         for partition in report.partitions:
@@ -370,7 +370,7 @@ def _branches(facts: dict[str, Any]) -> str:
 
 
 def _adapter(text: str) -> tuple[str, Path]:
-    """Parse ``[NAME=]FOLDER``; what is before the first ``=`` is no name if it is a path."""
+    """Parse ``[NAME=]FOLDER``; a path before the first ``=`` belongs to the folder."""
     name, equals, folder = text.partition("=")
     if equals and "/" not in name and os.sep not in name:
         return name, Path(folder)

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="ID",
-        help="tokens that the answer of an encoder-decoder model begins with, behind its start "
+        help="tokens that the answer of an encoder-decoder model begins with, after its start "
         "token: language and task of Whisper for example",
     )
     parser.add_argument(
@@ -163,7 +163,7 @@ def _continue(args: argparse.Namespace, sampler: Sampler) -> None:
         _write_json(generator, list(pieces), stream)
     else:
         chats.write_stream(text for _, text in pieces)
-        _note_paces(generator)
+        _note_speeds(generator)
     if _ending(generator, stream) == "context":
         console.warn(f"the context of {layout.context} tokens is full")
 
@@ -192,11 +192,11 @@ def _chat(args: argparse.Namespace, sampler: Sampler) -> None:
     if args.json:
         _write_chat(conversation)
     else:
-        _note_paces(generator)
+        _note_speeds(generator)
 
 
 def _write_chat(conversation: Conversation) -> None:
-    console.write_json({**chats.document(conversation), **_pace_facts(conversation.generator)})
+    console.write_json({**chats.document(conversation), **_speed_data(conversation.generator)})
 
 
 def _stops(args: argparse.Namespace) -> tuple[list[int], list[str]]:
@@ -221,7 +221,7 @@ def _images(paths: Sequence[Path], layout: Layout) -> list[torch.Tensor]:
 def _first_tokens(
     args: argparse.Namespace, generator: Generator, tokenizer: Tokenizer
 ) -> list[int]:
-    """Give the model its source, if it takes one; return the tokens that the text begins with."""
+    """Encode the model's source, if it takes one; return the first tokens of the text."""
     from coreml_delegate.llm.audio import read_wav, spectrogram
     from coreml_delegate.llm.source import SourceKind
 
@@ -231,9 +231,9 @@ def _first_tokens(
     if source is None:
         return tokenizer.encode(args.prompt)
     if takes_audio:
-        how = source.spectrogram
-        samples = read_wav(args.audio, how.sampling_rate)
-        generator.encode(spectrogram(samples, generator.source_shape, how))
+        settings = source.spectrogram
+        samples = read_wav(args.audio, settings.sampling_rate)
+        generator.encode(spectrogram(samples, generator.source_shape, settings))
     else:
         generator.encode(tokenizer.encode(args.prompt))
     return [*source.start, *args.prompt_tokens]
@@ -253,7 +253,7 @@ def _check_source(args: argparse.Namespace, *, takes_audio: bool, answers: bool)
 
 
 def _pieces(tokens: Iterator[int], stream: TextStream) -> Iterator[tuple[int | None, str]]:
-    """Yield each token with the text that has become certain, then the rest of the text."""
+    """Yield each token with the text that it completes, then the remaining text."""
     for token in tokens:
         yield token, stream.push(token)
         if stream.stopped:
@@ -275,30 +275,30 @@ def _write_json(
             "text": "".join(text for _, text in pieces),
             "tokens": [token for token, _ in pieces if token is not None],
             "ending": _ending(generator, stream),
-            **_pace_facts(generator),
+            **_speed_data(generator),
         }
     )
 
 
-def _paces(generator: Generator) -> dict[str, Throughput]:
+def _speeds(generator: Generator) -> dict[str, Throughput]:
     encoder = {} if generator.layout.source is None else {"encode": generator.encoder}
     return {**encoder, "prefill": generator.prefill, "decode": generator.decode}
 
 
-def _pace_facts(generator: Generator) -> dict[str, Any]:
+def _speed_data(generator: Generator) -> dict[str, Any]:
     return {
-        name: {"tokens": pace.tokens, "seconds": pace.seconds, "tokens_per_second": pace.rate}
-        for name, pace in _paces(generator).items()
+        name: {"tokens": speed.tokens, "seconds": speed.seconds, "tokens_per_second": speed.rate}
+        for name, speed in _speeds(generator).items()
     }
 
 
-def _note_paces(generator: Generator) -> None:
+def _note_speeds(generator: Generator) -> None:
     source = generator.layout.source
-    for name, pace in _paces(generator).items():
+    for name, speed in _speeds(generator).items():
         is_audio = name == "encode" and source is not None and source.kind.value == "audio"
         unit = "frames" if is_audio else "tokens"
         console.note(
-            f"{name}: {pace.tokens} {unit} in {pace.seconds:.2f} s, {pace.rate:.1f} {unit}/s"
+            f"{name}: {speed.tokens} {unit} in {speed.seconds:.2f} s, {speed.rate:.1f} {unit}/s"
         )
 
 

@@ -13,8 +13,8 @@ from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
 
-_SHOWN = 10
-_LABELS = 5
+_MAX_WEIGHTS = 10
+_MAX_LABELS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         action="store_true",
-        help=f"list every weight, not only the {_SHOWN} largest of each model (--json always does)",
+        help=f"list all weights, not only the {_MAX_WEIGHTS} largest of a model (--json lists all)",
     )
     parser.add_argument(
         "--model-explorer",
@@ -193,7 +193,7 @@ def _weight_lines(weights: Mapping[str, Any], indent: str, *, every: bool) -> It
             f"{indent}{console.size(stored)} stored, "
             f"{console.size(uncompressed)} uncompressed ({share})"
         )
-    shown = tensors if every else tensors[:_SHOWN]
+    listed = tensors if every else tensors[:_MAX_WEIGHTS]
     rows = [("weight", "shape", "scheme", "stored as", "bits", "stored", "uncompressed")]
     rows += [
         (
@@ -205,18 +205,20 @@ def _weight_lines(weights: Mapping[str, Any], indent: str, *, every: bool) -> It
             console.size(tensor["stored_bytes"]),
             console.size(tensor["uncompressed_bytes"]),
         )
-        for tensor in shown
+        for tensor in listed
     ]
     yield console.columns(rows, indent=len(indent))
-    if len(shown) < len(tensors):
-        yield f"{indent}and {len(tensors) - len(shown)} smaller ones; --weights lists them"
+    if len(listed) < len(tensors):
+        yield f"{indent}and {len(tensors) - len(listed)} smaller weights; --weights lists all"
 
 
 def _classifier(classifier: Mapping[str, Any]) -> str:
     labels = classifier["labels"]
-    shown = ", ".join(map(str, labels[:_LABELS])) + (", ..." if len(labels) > _LABELS else "")
+    first_labels = ", ".join(map(str, labels[:_MAX_LABELS])) + (
+        ", ..." if len(labels) > _MAX_LABELS else ""
+    )
     return (
-        f"classifier: {classifier['label']}, one of {len(labels)} labels ({shown}), by "
+        f"classifier: {classifier['label']}, one of {len(labels)} labels ({first_labels}), by "
         f"{classifier['probabilities']}"
     )
 
@@ -228,7 +230,7 @@ def _named(value: Mapping[str, Any]) -> str:
 def _value(value: Mapping[str, Any]) -> str:
     if "value" in value:
         return str(value["value"])
-    # Programs take pixels as floats, but what goes in and comes out are pictures.
+    # Programs take pixels as floats, but their callers pass and get pictures.
     kind = f"{value['image']} image" if "image" in value else value["dtype"]
     if "enumerated_shapes" in value:
         return f"{kind}{' | '.join(map(str, value['enumerated_shapes']))}"

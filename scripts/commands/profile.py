@@ -10,7 +10,7 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
-from coreml_delegate.scripts.profiles import Profile, place_in_tree, read_profile
+from coreml_delegate.scripts.profiles import Profile, read_profile, tree_sort_key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         type=Path,
         metavar="PROGRAM",
-        help="another program of the same model: show what differs, by module or operation",
+        help="another program of the same model: show the differences, by module or operation",
     )
     parser.add_argument(
         "--compare-etrecord", type=Path, metavar="FILE", help="ETRecord of that program"
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=arguments.positive,
         default=20,
         metavar="N",
-        help="show the N operations that take most time (default: 20)",
+        help="show the N slowest operations (default: 20)",
     )
     parser.add_argument(
         "--repeat", type=arguments.positive, default=10, help="timed runs (default: 10)"
@@ -83,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
             content["compared_with"] = other.as_dict()
         console.write_json(content)
     elif other is None:
-        console.write(_described(profile, args.depth, args.top))
+        console.write(_profile_text(profile, args.depth, args.top))
     else:
-        console.write(_compared(profile, other, args.depth, args.top))
+        console.write(_comparison_text(profile, other, args.depth, args.top))
     return 0
 
 
@@ -143,7 +143,7 @@ def _measure(args: argparse.Namespace, path: Path, etrecord: Path | None) -> Pro
     return read_profile(block.events for block in inspector.event_blocks)
 
 
-def _described(profile: Profile, depth: int, top: int) -> str:
+def _profile_text(profile: Profile, depth: int, top: int) -> str:
     total = profile.milliseconds
 
     def share(time: float) -> tuple[str, str]:
@@ -166,30 +166,32 @@ def _described(profile: Profile, depth: int, top: int) -> str:
         sections.append(console.columns(rows))
     slowest = sorted(profile.operations, key=lambda o: -o.milliseconds)[:top]
     rows = [("operation", "ms", "share", "kernel", "module")]
-    for each in slowest:
-        times = share(each.milliseconds)
-        rows.append((each.name, *times, each.kernel or "-", each.module or "-"))
+    for operation in slowest:
+        times = share(operation.milliseconds)
+        rows.append((operation.name, *times, operation.kernel or "-", operation.module or "-"))
     sections.append(console.columns(rows))
     return "\n\n".join(sections)
 
 
-def _compared(profile: Profile, other: Profile, depth: int, top: int) -> str:
+def _comparison_text(profile: Profile, other: Profile, depth: int, top: int) -> str:
     one, two = profile.milliseconds, other.milliseconds
     rows = [("where", "ms", "compared", "difference"), _difference("whole method", one, two)]
     sections = [console.columns(rows)]
     by_module = [p.modules(depth) for p in (profile, other)]
     if profile.has_modules:
-        listed = sorted({**by_module[0], **by_module[1]}, key=place_in_tree)
+        listed = sorted({**by_module[0], **by_module[1]}, key=tree_sort_key)
         rows = [("module", "ms", "compared", "difference")]
         for path in listed:
-            times = (found.get(path, 0.0) for found in by_module)
+            times = (milliseconds.get(path, 0.0) for milliseconds in by_module)
             rows.append(_difference(_indented(path), *times))
         sections.append(console.columns(rows))
         return "\n\n".join(sections)
     totals = [dict[str, float](), dict[str, float]()]
-    for found, each in zip(totals, (profile, other), strict=True):
-        for operation in each.operations:
-            found[operation.name] = found.get(operation.name, 0.0) + operation.milliseconds
+    for milliseconds, measured in zip(totals, (profile, other), strict=True):
+        for operation in measured.operations:
+            milliseconds[operation.name] = (
+                milliseconds.get(operation.name, 0.0) + operation.milliseconds
+            )
     changes = {
         name: (totals[0].get(name, 0.0), totals[1].get(name, 0.0))
         for name in {**totals[0], **totals[1]}
@@ -216,7 +218,7 @@ COMMAND = Command(
     summary="show where the time of a .pte goes",
     description="Run a .pte with every operation timed, and show where the time goes: in "
     "delegates, around them, by operation and, with an ETRecord, by module of the model. Timing "
-    "takes time itself, around operations most; run says how long a call takes without.",
+    "itself takes time, mostly around operations; run measures calls without it.",
     add_arguments=add_arguments,
     run=run,
 )

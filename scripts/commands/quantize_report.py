@@ -88,27 +88,27 @@ def run(args: argparse.Namespace) -> int:
         )
     samples, data = _samples(args, source)
     study = SensitivityStudy(source, args.quantize.mode, samples, data)
-    description = f"Quantizing layers alone by {args.quantize.mode.name}"
-    with console.progress(study.layers, description) as shown:
-        measured = [study.measure(path) for path in shown]
+    description = f"Quantizing single layers by {args.quantize.mode.name}"
+    with console.progress(study.layers, description) as paths:
+        measured = [study.measure(path) for path in paths]
     with console.step("Looking for a mixture"):
-        found = study.suggest(measured, target_db=args.target_sqnr)
+        sensitivity = study.suggest(measured, target_db=args.target_sqnr)
     with ExitStack() as files:
         for path in reports:
             file = files.enter_context(new_output(path, force=args.force))
-            content = _FORMS[path.suffix](found)
+            content = _FORMS[path.suffix](sensitivity)
             file.write(content.encode() if isinstance(content, str) else content)
         if suggestion is not None:
             file = files.enter_context(new_output(suggestion, force=args.force))
-            file.write(f"{found.suggestion.to_json()}\n".encode())
+            file.write(f"{sensitivity.suggestion.to_json()}\n".encode())
     if args.json:
-        console.write_json(found.as_dict())
+        console.write_json(sensitivity.as_dict())
     else:
-        console.write(_as_text(found).removesuffix("\n"))
-    if not found.reached:
+        console.write(_as_text(sensitivity).removesuffix("\n"))
+    if not sensitivity.reached:
         console.warn(
-            f"no mixture of modes reaches {found.target_db:g} dB; the one suggested has "
-            f"{found.suggested_db:.1f} dB"
+            f"no mixture of modes reaches {sensitivity.target_db:g} dB; the suggested mixture has "
+            f"{sensitivity.suggested_db:.1f} dB"
         )
     return 0
 
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 def _samples(
     args: argparse.Namespace, source: SourceModel
 ) -> tuple[list[list[Any]], Iterable[list[Any]] | None]:
-    """Return the samples to calibrate with, and the data to compare on if they are others."""
+    """Return the samples to calibrate with, and the data to compare on; None for the same."""
     from coreml_delegate.scripts.inputs.data_sets import DataSet
     from coreml_delegate.scripts.inputs.sampling import resampled
 
@@ -133,9 +133,8 @@ def _samples(
 COMMAND = Command(
     name="quantize-report",
     summary="rank layers by the accuracy that quantizing each costs; suggest modes",
-    description="Quantize each layer of a PyTorch model alone, compare the model's outputs with "
-    "those of the float model, rank the layers by the loss, and suggest which of them to "
-    "quantize less.",
+    description="Quantize one layer of a PyTorch model at a time, compare the model's outputs with "
+    "the float model's, rank the layers by the loss, and suggest layers to quantize less.",
     add_arguments=add_arguments,
     run=run,
 )

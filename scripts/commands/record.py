@@ -1,4 +1,4 @@
-"""``coreml-delegate record``: run a program, and write what it did to a file."""
+"""``coreml-delegate record``: run a program, and record its inputs and outputs in a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with-program",
         action="store_true",
-        help="put the program and its external data into the file too",
+        help="also put the program and its external data into the file",
     )
     arguments.add_inputs(parser)
     arguments.add_samples(parser, of=" for each method")

@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
     recorded = Execution(recording.run.engines, recording.run.engines)
     print_results(results, execution, against=recorded, as_json=args.json)
     if not args.json:
-        told = describe(recording)
-        where = ", ".join(filter(None, (told["system"], told["processor"])))
-        units = ", ".join(told["compute_units"])
+        facts = describe(recording)
+        where = ", ".join(filter(None, (facts["system"], facts["processor"])))
+        units = ", ".join(facts["compute_units"])
         console.write(f"recorded on {where or 'an unknown machine'}, compute units {units}")
     require(results, args.min_sqnr, "this machine differs from the recording")
     return 0

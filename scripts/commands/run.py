@@ -40,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--etdump",
         type=Path,
         metavar="FILE",
-        help="write the times of all ops in as many runs again, for ExecuTorch's Inspector",
+        help="write the times of all ops in as many further runs, for ExecuTorch's Inspector",
     )
     parser.add_argument(
         "--debug-buffer",
         type=Path,
         metavar="FILE",
-        help="with --etdump: write the values of all ops too, of one run",
+        help="with --etdump: also write the values of all ops in one run",
     )
     arguments.add_force(parser)
     arguments.add_json(parser)
@@ -118,7 +118,7 @@ def _save(outputs: Mapping[str, Any], path: Path, *, force: bool) -> None:
 
     import numpy as np
 
-    # np.savez takes names as keywords, of which it has some itself.
+    # np.savez takes names as keywords; some are its own parameters.
     with new_output(path, force=force) as file, zipfile.ZipFile(file, "w") as archive:
         for name, tensor in outputs.items():
             if tensor is not None:

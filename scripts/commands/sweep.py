@@ -1,4 +1,4 @@
-"""``coreml-delegate sweep``: many models with many options, each in a process of its own."""
+"""``coreml-delegate sweep``: lower many models with many options, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="folder of the results, which may have some (default: FILE_sweep, next to FILE.toml)",
+        help="results folder, which may have results (default: FILE_sweep, next to FILE.toml)",
     )
     parser.add_argument(
         "--only",
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the jobs on N dask workers of this machine",
     )
     parser.add_argument(
-        "--list", action="store_true", help="print what there is to do, without doing it"
+        "--list", action="store_true", help="print each job and its missing work, and run no job"
     )
     parser.add_argument(
         "--compare",
@@ -65,9 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder of an earlier sweep: print the differences from it too",
     )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="run jobs again that did not end well"
-    )
+    parser.add_argument("--retry-failed", action="store_true", help="run failed jobs again")
     parser.add_argument(
         "--keep-programs", action="store_true", help="leave the .pte of every job in DIR/programs"
     )
@@ -95,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         sweep = Sweep(file, jobs, folder, keep_programs=args.keep_programs)
     if args.list:
         for job, missing in sweep.missing(retry=args.retry_failed):
-            console.write(f"{job.name}: {missing or 'there already'}")
+            console.write(f"{job.name}: {missing or 'nothing to do'}")
         return 0
     with _runner(args, file) as runner:
         records = sweep.run(runner, retry=args.retry_failed)
@@ -117,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _runner(args: argparse.Namespace, file: SweepFile) -> Generator[Runner]:
-    """Yield what runs the jobs."""
+    """Yield the runner of the jobs."""
     from coreml_delegate.scripts.sweeping.sweeps import run_here
 
     if args.scheduler is None and args.workers is None:
@@ -135,29 +133,30 @@ def _runner(args: argparse.Namespace, file: SweepFile) -> Generator[Runner]:
 
 
 def _chosen(jobs: Sequence[Job], names: Sequence[str] | None) -> list[Job]:
-    """Return the jobs of these names, and of models of these names; all if there are none.
+    """Return the jobs whose name, or model's name, is in ``names``; all without ``names``.
 
     Raises:
-        OptionError: A name is that of no job.
+        OptionError: A name matches no job.
     """
     if names is None:
         return list(jobs)
     chosen: set[str] = set()
     for name in names:
-        found = {job.name for job in jobs if _is_called(job, name)}
-        if not found:
-            known = [each for job in jobs for each in (job.label, job.name)]
+        matches = {job.name for job in jobs if _is_called(job, name)}
+        if not matches:
+            all_names = [label for job in jobs for label in (job.label, job.name)]
             raise OptionError(
-                "no job of that name", got=repr(name), expected=near_matches(name, known)
+                "no job of that name", got=repr(name), expected=near_matches(name, all_names)
             )
-        chosen |= found
+        chosen |= matches
     return [job for job in jobs if job.name in chosen]
 
 
 def _is_called(job: Job, name: str) -> bool:
-    # The brackets of a job's name are no wildcards.
+    # The brackets of a job's name are not wildcards.
     return any(
-        fnmatch.fnmatchcase(each, name.replace("[", "[[]")) for each in (job.label, job.name)
+        fnmatch.fnmatchcase(own_name, name.replace("[", "[[]"))
+        for own_name in (job.label, job.name)
     )
 
 
@@ -199,8 +198,8 @@ COMMAND = Command(
     name="sweep",
     summary="lower models with many options, and compare size, speed and accuracy",
     description="Lower every model of a file with every combination of its options, each in a "
-    "process of its own, and compare size, latency, accuracy and what Core ML takes. What the "
-    "folder of results has already is not run again.",
+    "process of its own, and compare size, latency, accuracy and what Core ML takes. Jobs "
+    "with a result in the folder are not run again.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def warn_of_rounded_constants(diagnoses: Sequence[tuple[str, Diagnosis]]) -> None:
-    """Warn, once for each model, where what constants lost to fp16 cannot be told."""
+    """Warn, once per model, if its constants' rounding errors in fp16 are unknown."""
     for name in dict.fromkeys(n for n, d in diagnoses if d.has_rounded_constants):
         console.warn(
-            f"{name} does not say what its fp16 constants were in fp32: what they lost is not shown"
+            f"{name} lacks the fp32 values of its fp16 constants; their rounding is not shown"
         )
 
 
@@ -125,7 +125,7 @@ COMMAND = Command(
     summary="find the first op whose result is NaN, overflows or is inaccurate",
     description="Run the program op by op at its own dtypes and in fp32 and int64, and name the "
     "first value that is NaN, overflows, is beyond int32 or is inaccurate, and the ops of largest "
-    "error. The run in fp32 takes constants as they were before fp16 lost them. The delegates of a "
+    "error. The run in fp32 takes constants as before rounding to fp16. The delegates of a "
     ".pte are traced on the inputs that the program gives them.",
     add_arguments=add_arguments,
     run=run,

@@ -30,14 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PROGRAM",
         nargs="?",
-        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax); left out if SOURCE is a "
-        "bundled program (.bpte), which has inputs and outputs of its own, and with --against",
+        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax); omitted if SOURCE is a "
+        "bundled program (.bpte), which has its own inputs and outputs, and with --against",
     )
     parser.add_argument(
         "--against",
         choices=ENGINES[1:],
         metavar="ENGINE",
-        help="compare what two engines make of one program, which is SOURCE: --engine (default: "
+        help="compare two engines' outputs for one program, given as SOURCE: --engine (default: "
         f"auto) and this one ({', '.join(ENGINES[1:])})",
     )
     arguments.add_min_sqnr(parser)
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def _verify_engine(args: argparse.Namespace) -> int:
     """Compare two engines on one program, with the same inputs and from the same states."""
     if args.program is not None or args.etrecord is not None or args.weights or args.input_shape:
-        args.refuse_usage("--against takes a program alone, without a model and its options")
+        args.refuse_usage("--against takes only a program, no model and none of its options")
     if args.data_set is not None:
         args.refuse_usage("--against takes no data set: its samples are like a model's inputs")
     if args.engine == args.against:
@@ -119,8 +119,15 @@ def _verify_engine(args: argparse.Namespace) -> int:
         # The other options are those of --engine, and other engines refuse them.
         other_options = EngineOptions(threads=options.threads, compute_unit=options.compute_unit)
         program, other = (
-            load(path, method=args.method, host=host, engine=engine, options=given, data=args.data)
-            for host, engine, given in (
+            load(
+                path,
+                method=args.method,
+                host=host,
+                engine=engine,
+                options=chosen_options,
+                data=args.data,
+            )
+            for host, engine, chosen_options in (
                 (args.host, args.engine or AUTO, options),
                 (AUTO, args.against, other_options),
             )
@@ -133,7 +140,7 @@ def _verify_engine(args: argparse.Namespace) -> int:
     results: dict[str, Accuracy] = {}
     with console.step("Comparing"):
         for inputs in samples:
-            actual, expected = (each.run(copy_inputs(inputs)) for each in (program, other))
+            actual, expected = (loaded.run(copy_inputs(inputs)) for loaded in (program, other))
             for name, got in actual.items():
                 results.setdefault(name, Accuracy()).add(expected[name], got)
     print_results(results, program.execution, against=other.execution, as_json=args.json)
@@ -142,13 +149,13 @@ def _verify_engine(args: argparse.Namespace) -> int:
 
 
 def _verify_bundle(args: argparse.Namespace) -> int:
-    """Compare a bundled program with the outputs that it brings."""
+    """Compare a bundled program's outputs with the expected outputs in the bundle."""
     path = Path(args.source)
     if path.suffix != BUNDLE_SUFFIX:
         args.refuse_usage(f"PROGRAM is required, unless SOURCE is a {BUNDLE_SUFFIX}")
     has_inputs = args.input or args.data_set is not None
     if args.etrecord is not None or has_inputs or args.weights or args.input_shape:
-        args.refuse_usage("a bundled program has a model's inputs and outputs of its own")
+        args.refuse_usage("a bundled program has its own inputs and the model's outputs")
     from coreml_delegate.runtime.accuracy import Accuracy
     from coreml_delegate.runtime.program.bundle import cases_of
     from coreml_delegate.runtime.program.pte import map_source
@@ -163,7 +170,7 @@ def _verify_bundle(args: argparse.Namespace) -> int:
     execution: Execution | None = None
     with console.step("Comparing"):
         for case in cases:
-            # Each begins with the program's own state.
+            # Each case starts from the program's initial state.
             program = load(
                 path,
                 method=case.method,
@@ -175,7 +182,7 @@ def _verify_bundle(args: argparse.Namespace) -> int:
             execution = program.execution
             actual = program.run(list(case.inputs))
             if not case.expected:
-                raise ProgramError(f"a case of {case.method!r} does not say what to expect")
+                raise ProgramError(f"a case of {case.method!r} has no expected outputs")
             if len(actual) != len(case.expected):
                 raise ProgramError(
                     f"a case of {case.method!r} expects another number of outputs",
@@ -196,12 +203,12 @@ def require(
     min_sqnr: float,
     what: str = "the program differs from its model",
 ) -> None:
-    """Refuse results of which one is less accurate than ``min_sqnr``.
+    """Refuse results if one is less accurate than ``min_sqnr``.
 
     Args:
         results: Accuracy by output name.
         min_sqnr: In dB.
-        what: What is wrong then.
+        what: Message of the error.
 
     Raises:
         ProgramError: Names the outputs, and their ratios of signal to error. Or nothing was
@@ -225,7 +232,7 @@ def require(
             "nothing was compared",
             got=", ".join(f"{name} {_trivial(accuracy)}" for name, accuracy in empty.items()),
             expected="numbers other than 0",
-            remedy="Pass inputs for which the model computes some (--input)",
+            remedy="Pass inputs (--input) for which the outputs are not all 0",
         )
 
 
@@ -246,7 +253,7 @@ def _trivial(accuracy: Accuracy) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation of a program, beside the calls of the model that it has the value of.
+    """An operation of a program, and the model's calls whose value it computes.
 
     Attributes:
         name: Its debug symbol, or the name of its kernel.
@@ -262,7 +269,7 @@ class Operation:
 def _compare_operations(
     args: argparse.Namespace, execution: Execution, inputs: list[Any]
 ) -> list[Operation]:
-    """Compare the values of operations with those of the graph in the ETRecord."""
+    """Compare the values of operations with the values in the ETRecord's graph."""
     from coreml_delegate.runtime.devtools import Inspector
     from coreml_delegate.runtime.engines.selection import AUTO
     from coreml_delegate.scripts.delegates import open_pte, read_etrecord
@@ -273,7 +280,7 @@ def _compare_operations(
         args.program,
         method=args.method,
         host=args.host,
-        # That of the comparison above, if there is one.
+        # The engine of the comparison above, if it had one.
         engine=args.engine or next(iter(execution.engines), AUTO),
         options=engine_options(args),
         data=args.data,
@@ -300,8 +307,8 @@ def _compare_operations(
 
 
 def _refuse_options_of_models(args: argparse.Namespace) -> None:
-    for option, given in (("--weights", args.weights), ("--input-shape", args.input_shape)):
-        if given:
+    for option, value in (("--weights", args.weights), ("--input-shape", args.input_shape)):
+        if value:
             raise OptionError(f"{option} is for a PyTorch model", got=args.source)
 
 
@@ -321,12 +328,12 @@ def _samples(
     from coreml_delegate.scripts.inputs.sampling import generator, resampled
 
     ports = [port for port in program.inputs if port.is_tensor]
-    places = [n for n, leaf in enumerate(source.leaves) if isinstance(leaf, torch.Tensor)]
-    if len(places) != len(ports):
+    positions = [n for n, leaf in enumerate(source.leaves) if isinstance(leaf, torch.Tensor)]
+    if len(positions) != len(ports):
         raise InputError(
             "program and model have different numbers of inputs",
             got=str(len(ports)),
-            expected=str(len(places)),
+            expected=str(len(positions)),
         )
     if args.input:
         read = iter(read_inputs(args.input, ports))
@@ -335,8 +342,8 @@ def _samples(
         image = ports[0].image if len(ports) == 1 else None
         return DataSet(args.data_set, source, limit=args.samples, image=image)
     count = args.samples or SAMPLES
-    images = {n: port for n, port in zip(places, ports, strict=True) if port.image is not None}
-    # Inputs made of --input-shape are no example, they are random; and few examples are pixels.
+    images = {n: port for n, port in zip(positions, ports, strict=True) if port.image is not None}
+    # Inputs of --input-shape are random, no example; and few examples are pixels.
     example = [] if args.input_shape or images else [list(source.leaves)]
     samples = example + list(resampled(source.leaves, count - len(example), args.seed))
     random = generator(args.seed)
@@ -351,15 +358,15 @@ def _percent(share: float | None) -> str:
 
 
 def _hits(accuracy: Accuracy) -> dict[str, Any]:
-    """Return what is known where classes are, for JSON."""
+    """Return the accuracies on labels for JSON; empty without labels."""
     if not accuracy.hits.rows:
         return {}
-    found = {"program": accuracy.hits, "model": accuracy.model_hits}
+    by_source = {"program": accuracy.hits, "model": accuracy.model_hits}
     return {
         "accuracy": {
             "rows": accuracy.hits.rows,
-            **{f"{who}_top1": hits.top1 for who, hits in found.items()},
-            **{f"{who}_top5": hits.top5 for who, hits in found.items()},
+            **{f"{who}_top1": hits.top1 for who, hits in by_source.items()},
+            **{f"{who}_top5": hits.top5 for who, hits in by_source.items()},
         }
     }
 
@@ -376,9 +383,9 @@ def print_results(
 
     Args:
         results: Accuracy by output name.
-        execution: What computed the outputs.
+        execution: The engines that computed the outputs.
         operations: Accuracy of operations, if it is known.
-        against: What computed that with which they are compared, if it is no model.
+        against: The engines that computed the outputs to compare with; None for a model.
         as_json: Whether to write JSON.
     """
     if as_json:
@@ -426,9 +433,9 @@ def print_results(
             console.write(f"{name}: {accuracy.nan} values are NaN in both")
     if operations is not None:
         table = [("operation", "SQNR", "calls of the model")]
-        for each in operations:
-            sqnr = "-" if math.isnan(each.sqnr_db) else f"{each.sqnr_db:.1f} dB"
-            table.append((each.name, sqnr, ", ".join(each.calls)))
+        for operation in operations:
+            sqnr = "-" if math.isnan(operation.sqnr_db) else f"{operation.sqnr_db:.1f} dB"
+            table.append((operation.name, sqnr, ", ".join(operation.calls)))
         console.write("\n" + console.columns(table))
     compared = "" if against is None else f", compared with {against}"
     console.write(f"computed by {execution}{compared}")

@@ -1,1 +1,1 @@
-"""A model and its inputs from what the command line says: files, images, random numbers, ranges."""
+"""Read a model and its inputs as the command line names them: files, images, random, ranges."""

@@ -1,7 +1,7 @@
-"""Reads samples: data that decide the ranges of quantized activations, and data to compare on.
+"""Read samples: calibration data for quantized activations, and data to compare on.
 
-A set is a folder of images or arrays, a file of arrays, or a function. It is read one sample at a
-time, so that memory does not depend on its size; of a ``.pt`` alone all is loaded at once.
+A data set is a folder of images or arrays, a file of arrays, or a function. It is read one sample
+at a time, so that memory does not depend on its size; only a ``.pt`` is loaded as a whole.
 
 Classes are known where a folder has a folder for each, numbered in order of their names, and where
 arrays or a function's samples have ``labels`` beside the inputs.
@@ -64,9 +64,9 @@ class DataSet:
             tuples or dicts of them.
         source: The model.
         limit: Number of samples to read at most, the first in order of file names; None for all.
-        called: What the data are, for messages.
-        image: The input that pictures are read for, as it is declared; None for an input that takes
-            ImageNet's preprocessing.
+        called: Name of the data, for messages.
+        image: The declared image input that pictures are read for; None to preprocess them as for
+            ImageNet.
 
     Raises:
         InputError: While it is read: a sample does not fit the model's inputs.
@@ -100,7 +100,7 @@ class DataSet:
 
     @property
     def inputs(self) -> Iterable[list[Any]]:
-        """The inputs of the samples alone; can be iterated again as well."""
+        """The inputs of the samples, without labels; can be iterated repeatedly."""
         return _Inputs(self)
 
     def _read(self) -> Iterator[Sample]:
@@ -141,12 +141,12 @@ class DataSet:
         return entries
 
     def _files(self, entries: Sequence[Path]) -> Sequence[Path]:
-        known = _READ | images.SUFFIXES
-        others = [e.name for e in entries if e.is_dir() or e.suffix.lower() not in known]
-        if others:
+        suffixes = _READ | images.SUFFIXES
+        names = [e.name for e in entries if e.is_dir() or e.suffix.lower() not in suffixes]
+        if names:
             raise OptionError(
                 f"the folder of {self._called} has files of other formats",
-                got=", ".join(others[:3]),
+                got=", ".join(names[:3]),
                 expected=_FORMATS,
             )
         return entries
@@ -163,7 +163,7 @@ class _Inputs:
 def read_calibration(
     where: str, source: SourceModel, *, limit: int, image: Feature | None = None
 ) -> list[list[Any]]:
-    """Read calibration samples, all of them before the long work begins.
+    """Read all calibration samples at once, so that bad data fail before the long work begins.
 
     Args:
         where: See ``DataSet``, as for the errors.
@@ -197,12 +197,12 @@ class _SampleShape:
 
     @property
     def examples(self) -> list[torch.Tensor]:
-        """The example inputs that are tensors."""
+        """The tensors among the example inputs."""
         return [self._leaves[n] for n in self._tensors]
 
     @property
     def rows(self) -> int:
-        """How many rows a sample has: the first size of the first input."""
+        """Number of rows of a sample: the first size of the first input."""
         shape = self.examples[0].shape if self._tensors else ()
         return shape[0] if shape else 1
 
@@ -228,24 +228,24 @@ class _SampleShape:
             )
         leaves = list(self._leaves)
         checked = zip(self._tensors, self.names, self.examples, tensors, strict=True)
-        for place, name, example, tensor in checked:
+        for position, name, example, tensor in checked:
             if not _is_tensor(tensor) or _signature(tensor) != _signature(example):
                 raise InputError(
                     f"{origin} does not fit input {name}",
                     got=_text(tensor),
                     expected=_text(example),
                 )
-            leaves[place] = tensor
+            leaves[position] = tensor
         return Sample(leaves)
 
     def batches(self, arrays: Sequence[Any], labels: Any, origin: str) -> Iterator[Sample]:
-        """Yield the samples that arrays hold.
+        """Yield the samples in ``arrays``.
 
         An array may be one sample, a stack of samples, or have a larger batch, which is cut; a
-        remainder is not used.
+        remainder is dropped.
 
         Args:
-            arrays: ``_Rows``, one for every input that is a tensor; others are refused.
+            arrays: ``_Rows``, one for every input that is a tensor; other objects are refused.
             labels: ``_Rows``, the right classes, [rows of all samples]; None if not known.
             origin: Where they come from, for messages.
 
@@ -253,31 +253,31 @@ class _SampleShape:
             InputError: Number, dtypes or shapes do not match.
         """
         if len(arrays) != len(self.names) or not all(map(_is_read, arrays)):
-            self.sample([_whole(array) for array in arrays], origin)  # raises, with the reason
+            self.sample([_whole_array(array) for array in arrays], origin)  # raises the reason
         pairs = zip(arrays, self.examples, strict=True)
         cuts = [_Cut.of(array, example) for array, example in pairs]
         fitting = [cut for cut in cuts if cut is not None]
         counts = {cut.count for cut in fitting}
         if len(fitting) != len(cuts) or len(counts) > 1:
-            yield self.sample([_whole(array) for array in arrays], origin)  # raises as well
+            yield self.sample([_whole_array(array) for array in arrays], origin)  # raises as well
             return
         (count,) = counts or {1}
         self._check_labels(labels, count, origin)
         for number in range(count):
             where = origin if count == 1 else f"sample {number} of {origin}"
             sample = self.sample([cut.next() for cut in fitting], where)
-            known = None if labels is None else labels.take(self.rows).long()
-            yield Sample(sample.leaves, known)
+            sample_labels = None if labels is None else labels.take(self.rows).long()
+            yield Sample(sample.leaves, sample_labels)
 
     def _check_labels(self, labels: Any, count: int, origin: str) -> None:
         if labels is None:
             return
         if not _is_read(labels):
-            raise InputError(f"the labels of {origin} are no tensor", got=type(labels).__name__)
+            raise InputError(f"the labels of {origin} are not a tensor", got=type(labels).__name__)
         least = count * self.rows
         if labels.dtype.is_floating_point or len(labels.shape) != 1 or labels.shape[0] < least:
             raise InputError(
-                f"the labels of {origin} are no classes of its samples",
+                f"the labels of {origin} are not one class per row",
                 got=f"{str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}",
                 expected=f"{least} integers",
             )
@@ -369,12 +369,12 @@ class _SliceRows:
 
 @dataclass(slots=True)
 class _Cut:
-    """An array as samples.
+    """An array, cut into samples.
 
     Attributes:
         rows: The array.
-        count: How many samples it has.
-        step: Rows of each; None if the array is one sample.
+        count: Number of samples.
+        step: Rows of each sample; None if the array is one sample.
         stacked: Whether a row is a sample.
     """
 
@@ -386,19 +386,19 @@ class _Cut:
     @classmethod
     def of(cls, rows: _Rows, example: torch.Tensor) -> _Cut | None:
         """Return how an array is cut, or None if it cannot be."""
-        shape, wanted = rows.shape, tuple(example.shape)
-        if shape == wanted:
+        shape, sizes = rows.shape, tuple(example.shape)
+        if shape == sizes:
             return cls(rows, 1, None)
-        if shape[1:] == wanted:
+        if shape[1:] == sizes:
             return cls(rows, shape[0], 1, stacked=True)
-        if wanted and shape and shape[1:] == wanted[1:] and shape[0] >= wanted[0]:
-            return cls(rows, shape[0] // wanted[0], wanted[0])
+        if sizes and shape and shape[1:] == sizes[1:] and shape[0] >= sizes[0]:
+            return cls(rows, shape[0] // sizes[0], sizes[0])
         return None
 
     def next(self) -> torch.Tensor:
         """Read the next sample."""
-        taken = self.rows.take(self.step)
-        return taken[0] if self.stacked else taken
+        rows = self.rows.take(self.step)
+        return rows[0] if self.stacked else rows
 
 
 def _samples_of(file: Path, inputs: _SampleShape) -> Iterator[Sample]:
@@ -418,8 +418,8 @@ def _samples_of(file: Path, inputs: _SampleShape) -> Iterator[Sample]:
             image = images.read_picture(file, inputs.image, shape).to(example.dtype)
         yield inputs.sample([image], str(file))
         return
-    with _opened(file) as held:
-        arrays, labels = _in_order(held, inputs.names)
+    with _opened(file) as content:
+        arrays, labels = _in_order(content, inputs.names)
         yield from inputs.batches(arrays, labels, str(file))
 
 
@@ -440,7 +440,7 @@ def _opened(file: Path) -> Generator[Mapping[str, Any]]:
         with _open_safetensors(file) as tensors:
             yield {
                 name: _SliceRows(file, tensors.get_slice(name))
-                for name in tensors.keys()  # noqa: SIM118 - it is no mapping
+                for name in tensors.keys()  # noqa: SIM118 - not a mapping
             }
     else:
         yield {name: _rows_of(value) for name, value in _load_torch(file).items()}
@@ -476,9 +476,9 @@ def _reading(file: Path, what: str = "the arrays") -> Generator[None]:
         raise OptionError(f"cannot read {what} in {file}", got=str(error)) from error
 
 
-def _in_order(held: Mapping[str, Any], names: Sequence[str]) -> tuple[list[Any], Any]:
+def _in_order(arrays: Mapping[str, Any], names: Sequence[str]) -> tuple[list[Any], Any]:
     """Return the arrays in the order of the inputs, by name or else as stored, and the labels."""
-    inputs = dict(held)
+    inputs = dict(arrays)
     labels = inputs.pop(_LABELS, None) if _LABELS not in names else None
     if set(names) == set(inputs):
         return [inputs[name] for name in names], labels
@@ -487,27 +487,27 @@ def _in_order(held: Mapping[str, Any], names: Sequence[str]) -> tuple[list[Any],
 
 def _load_torch(file: Path) -> Mapping[str, Any]:
     expected = "a tensor, or several in a tuple or dict, saved by torch.save"
-    return _named(load_torch(file, "tensors", expected))
+    return _by_name(load_torch(file, "tensors", expected))
 
 
-def _named(value: object) -> Mapping[str, Any]:
-    """Return values by name; those of a tuple, or a single one, by their place."""
+def _by_name(value: object) -> Mapping[str, Any]:
+    """Return values by name; a tuple's values, or a single value, by position."""
     if isinstance(value, Mapping):
         return cast("Mapping[str, Any]", value)
     listed = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
-    return {str(place): item for place, item in enumerate(listed)}
+    return {str(position): item for position, item in enumerate(listed)}
 
 
 def _is_read(value: object) -> bool:
     return isinstance(value, _TensorRows | _ArrayRows | _MemberRows | _SliceRows)
 
 
-def _whole(value: Any) -> Any:
+def _whole_array(value: Any) -> Any:
     return value.take(None) if _is_read(value) else value
 
 
 def _rows_of(value: Any) -> Any:
-    """Return a tensor as rows; what is no tensor is refused where it is used."""
+    """Return a tensor as rows, and any other object unchanged, to be refused where it is used."""
     return _TensorRows(value) if _is_tensor(value) else value
 
 
@@ -519,19 +519,19 @@ def _samples_of_factory(
         samples: Iterable[Any] = _call(where, factory)
         for number, sample in enumerate(samples):
             origin = f"sample {number} of {where}"
-            held = {key: _rows_of(value) for key, value in _named(sample).items()}
-            arrays, labels = _in_order(held, inputs.names)
+            rows = {key: _rows_of(value) for key, value in _by_name(sample).items()}
+            arrays, labels = _in_order(rows, inputs.names)
             yield from inputs.batches(arrays, labels, origin)
 
 
 def _call(where: str, factory: Any) -> Iterator[Any]:
     """Yield the items that a user's function returns; it may be a generator and may print."""
     with wrap_errors(f"{where} fails"):
-        made = iter(factory())
+        items = iter(factory())
     end = object()
     while True:
         with wrap_errors(f"{where} fails"):
-            item = next(made, end)
+            item = next(items, end)
         if item is end:
             return
         yield item

@@ -1,10 +1,10 @@
-"""Exports with dynamic sizes: the program has exactly the range asked for, or there is an error.
+"""Export with dynamic sizes: the program has exactly the requested ranges, or an error is raised.
 
 ``torch.export`` fixes a size that is 1 in the example. It begins a range at 2 unless the dimension
 is named, and may silently narrow the range to the sizes for which the model takes the same branch.
 Where it does not narrow the range, other sizes get the results of the wrong branch. So the example
 gets sizes of 2 or more; torch finds which sizes depend on each other, and then gets ranges from 1
-as named dimensions; and the program is compared with the model at the sizes that may differ.
+as named dimensions; and program and model are compared at the sizes whose results may differ.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from coreml_delegate.source_model import (
     dynamic_sizes,
 )
 
-Place: TypeAlias = tuple[str, int]
-"""Name of an input, and a dimension of it."""
+InputDim: TypeAlias = tuple[str, int]
+"""Name of an input, and the number of a dimension."""
 
-_TRIED = 64  # sizes of a range for which guards are evaluated, from the smallest on
-_SAME_DB = 60.0  # both run the same kernels
+_SIZES_TRIED = 64  # sizes of a range for which guards are evaluated, from the smallest on
+_SAME_DB = 60.0  # model and program run the same kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The sizes that a dimension may have.
+    """The range of sizes of a dimension.
 
     Attributes:
         low: The smallest.
@@ -65,12 +65,12 @@ class Span:
         return f"{self.low}..{self.high}"
 
 
-def export_with_spans(source: SourceModel, spans: Mapping[Place, Span]) -> ExportedProgram:
+def export_with_spans(source: SourceModel, spans: Mapping[InputDim, Span]) -> ExportedProgram:
     """Export a model with dimensions that may have several sizes.
 
     Args:
         source: The model; its example inputs may have other sizes.
-        spans: Sizes by place.
+        spans: Sizes by input and dimension.
 
     Raises:
         OptionError: ``torch.export`` fails; or the model does not accept a whole range, or the
@@ -97,13 +97,13 @@ def export_with_spans(source: SourceModel, spans: Mapping[Place, Span]) -> Expor
 # --- the example ----------------------------------------------------------------------------------
 
 
-def _with_traceable_example(source: SourceModel, spans: Mapping[Place, Span]) -> SourceModel:
+def _with_traceable_example(source: SourceModel, spans: Mapping[InputDim, Span]) -> SourceModel:
     """Return the source with an example whose sizes are within the spans and not 1.
 
     If the example of one range is 1, the sizes of all ranges are doubled to keep proportions.
     """
     examples = dict(zip(source.input_names, source.leaves, strict=True))
-    ranged = [place for place, span in spans.items() if span.traced is None]
+    ranged = [input_dim for input_dim, span in spans.items() if span.traced is None]
     factor = 2 if any(examples[name].shape[dim] == 1 for name, dim in ranged) else 1
     for (name, dim), span in spans.items():
         size = span.traced or factor * examples[name].shape[dim]
@@ -129,7 +129,7 @@ def _resize(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
 
 @contextmanager
 def _add_remedy() -> Generator[None]:
-    """Add a remedy to an error of ``torch.export``, which only tells the cause."""
+    """Add a remedy to an error of ``torch.export``, which names only the cause."""
     try:
         yield
     except OptionError as error:
@@ -139,56 +139,56 @@ def _add_remedy() -> Generator[None]:
             error.what,
             got=error.got,
             expected=error.expected,
-            remedy="The model has to take every size; inputs that share a size need --dynamic each",
+            remedy="The model has to take every size; inputs of one size each need --dynamic",
         ) from error
 
 
-def _sized_places(
+def _dynamic_dims(
     program: ExportedProgram, source: SourceModel
-) -> Iterator[tuple[Place, torch.SymInt]]:
+) -> Iterator[tuple[InputDim, torch.SymInt]]:
     for name, sizes in zip(source.input_names, dynamic_sizes(program), strict=True):
         yield from (((name, dim), size) for dim, size in (sizes or {}).items())
 
 
 def _forgotten_minimums(
-    program: ExportedProgram, source: SourceModel, spans: Mapping[Place, Span]
+    program: ExportedProgram, source: SourceModel, spans: Mapping[InputDim, Span]
 ) -> dict[Any, ValueRanges[Any]]:
     """Return the ranges below 2 that torch drops from hints, by symbol and by expression."""
     ranges = program.range_constraints
-    given = {
-        expression_of(size): ValueRanges(spans[place].low, ranges[expression_of(size)].upper)
-        for place, size in _sized_places(program, source)
+    minimums = {
+        expression_of(size): ValueRanges(spans[input_dim].low, ranges[expression_of(size)].upper)
+        for input_dim, size in _dynamic_dims(program, source)
         if expression_of(size).is_Symbol
-        and spans[place].traced is None
-        and spans[place].low < ranges[expression_of(size)].lower == SMALLEST_TRACED
+        and spans[input_dim].traced is None
+        and spans[input_dim].low < ranges[expression_of(size)].lower == SMALLEST_TRACED
     }
-    known = {**ranges, **given}
-    return given | {
-        expression: bound_sympy(expression, known)
+    all_ranges = {**ranges, **minimums}
+    return minimums | {
+        expression: bound_sympy(expression, all_ranges)
         for expression in ranges
-        if not expression.is_Symbol and expression.free_symbols & given.keys()
+        if not expression.is_Symbol and expression.free_symbols & minimums.keys()
     }
 
 
 def _check_ranges(
-    program: ExportedProgram, source: SourceModel, spans: Mapping[Place, Span]
+    program: ExportedProgram, source: SourceModel, spans: Mapping[InputDim, Span]
 ) -> None:
-    made = {
-        place: Span(*bounds_of(size, program.range_constraints))
-        for place, size in _sized_places(program, source)
+    exported = {
+        input_dim: Span(*bounds_of(size, program.range_constraints))
+        for input_dim, size in _dynamic_dims(program, source)
     }
-    for place, span in spans.items():
-        if span.traced is None and made.get(place) != span:
+    for input_dim, span in spans.items():
+        if span.traced is None and exported.get(input_dim) != span:
             raise OptionError(
                 "the model does not compute the same way in the whole range of --dynamic",
-                got=_option(place, span),
-                expected=_option(place, made.get(place, "one size")),
+                got=_option(input_dim, span),
+                expected=_option(input_dim, exported.get(input_dim, "one size")),
                 remedy="Give the range that it accepts, or export several programs",
             )
 
 
-def _option(place: Place, value: object) -> str:
-    name, dim = place
+def _option(input_dim: InputDim, value: object) -> str:
+    name, dim = input_dim
     return f"{name}:{dim}={value}"
 
 
@@ -201,25 +201,25 @@ class _Comparison:
     Args:
         source: The model, with the example that the program was traced with.
         program: The program.
-        spans: Sizes by place.
+        spans: Sizes by input and dimension.
     """
 
     def __init__(
-        self, source: SourceModel, program: ExportedProgram, spans: Mapping[Place, Span]
+        self, source: SourceModel, program: ExportedProgram, spans: Mapping[InputDim, Span]
     ) -> None:
         self._source = source
         self._program = program
         self._sizes = dynamic_sizes(program)
         symbols = {
-            place: size
-            for place, size in _sized_places(program, source)
+            input_dim: size
+            for input_dim, size in _dynamic_dims(program, source)
             if expression_of(size).is_Symbol
         }
         self._traced = {expression_of(size): hint_of(size) for size in symbols.values()}
-        self._places = {
-            expression_of(size): place
-            for place, size in symbols.items()
-            if spans[place].traced is None
+        self._input_dims = {
+            expression_of(size): input_dim
+            for input_dim, size in symbols.items()
+            if spans[input_dim].traced is None
         }
 
     def check(self) -> None:
@@ -228,34 +228,34 @@ class _Comparison:
         Raises:
             OptionError: The results differ, or the model fails at a bound of a range.
         """
-        suspects = [{symbol: 1 for symbol in self._places if self._range(symbol)[0] == 1}]
-        for symbol in self._places:
+        suspects = [{symbol: 1 for symbol in self._input_dims if self._range(symbol)[0] == 1}]
+        for symbol in self._input_dims:
             suspects += [{symbol: size} for size in sorted(self._outside_of_guards(symbol))]
         refused = [sizes for sizes in suspects if sizes and not self._is_taken(sizes)]
         if refused:
             console.warn(f"the model fails at some sizes of --dynamic: {self._text(refused[0])}")
 
     def _range(self, symbol: Any) -> tuple[int, int]:
-        found = self._program.range_constraints[symbol]
-        return int(found.lower), int(found.upper)
+        bounds = self._program.range_constraints[symbol]
+        return int(bounds.lower), int(bounds.upper)
 
     def _outside_of_guards(self, symbol: Any) -> set[int]:
         """Return the first size that breaks a guard of torch, and bounds that break one."""
         low, high = self._range(symbol)
-        tried = [*range(low, min(low + _TRIED, high)), high]
-        found: set[int] = set()
+        candidates = [*range(low, min(low + _SIZES_TRIED, high)), high]
+        sizes: set[int] = set()
         for guard in self._guards():
             if guard.free_symbols == {symbol}:
-                broken = [size for size in tried if not _holds(guard, symbol, size)]
-                found.update(broken[:1], {low, high}.intersection(broken))
-        return found
+                broken = [size for size in candidates if not _holds(guard, symbol, size)]
+                sizes.update(broken[:1], {low, high}.intersection(broken))
+        return sizes
 
     def _guards(self) -> list[Any]:
         sizes = [size for sizes in self._sizes for size in (sizes or {}).values()]
         return [guard.expr for guard in sizes[0].node.shape_env.guards]
 
     def _text(self, chosen: Mapping[Any, int]) -> str:
-        return ", ".join(_option(self._places[symbol], size) for symbol, size in chosen.items())
+        return ", ".join(_option(self._input_dims[symbol], size) for symbol, size in chosen.items())
 
     def _is_taken(self, chosen: Mapping[Any, int]) -> bool:
         """Whether the model accepts these sizes; raises if the program computes other results."""
@@ -289,10 +289,10 @@ class _Comparison:
     def _inputs_of(self, chosen: Mapping[Any, int]) -> list[Any]:
         sizes = {**self._traced, **chosen}
         return [
-            _resize(leaf, {n: int(expression_of(s).xreplace(sizes)) for n, s in found.items()})
-            if found
+            _resize(leaf, {n: int(expression_of(s).xreplace(sizes)) for n, s in dims.items()})
+            if dims
             else leaf
-            for leaf, found in zip(self._source.leaves, self._sizes, strict=True)
+            for leaf, dims in zip(self._source.leaves, self._sizes, strict=True)
         ]
 
 
@@ -329,8 +329,8 @@ def _equal(expected: Outcome, actual: Outcome, program: ExportedProgram) -> bool
         for want, value in zip(expected.results, declared, strict=True)
         if isinstance(want, torch.Tensor) and isinstance(value, torch.Tensor)
     )
-    wanted, got = (*expected.results, *expected.inputs), (*actual.results, *actual.inputs)
-    return ranked and all(map(_is_equal, wanted, got))
+    want, got = (*expected.results, *expected.inputs), (*actual.results, *actual.inputs)
+    return ranked and all(map(_is_equal, want, got))
 
 
 def _is_equal(expected: Any, actual: Any) -> bool:

@@ -48,12 +48,12 @@ def add_flexible_shapes(parser: argparse.ArgumentParser) -> None:
 
 def dynamic_range(text: str) -> Range:
     """Parse ``x:0=1..8``."""
-    found = re.fullmatch(r"(.+):(\d+)=(\d+)\.\.(\d+)", text)
-    if found is not None:
+    match = re.fullmatch(r"(.+):(\d+)=(\d+)\.\.(\d+)", text)
+    if match is not None:
         with suppress(argparse.ArgumentTypeError):
-            dim, low, high = map(arguments.natural, found.groups()[1:])
+            dim, low, high = map(arguments.natural, match.groups()[1:])
             if 1 <= low < high:
-                return found[1], dim, low, high
+                return match[1], dim, low, high
     raise argparse.ArgumentTypeError(f"{text!r} is not a range such as x:0=1..8")
 
 
@@ -68,7 +68,7 @@ def shape_choices(text: str) -> Choices:
 def with_dynamic_shapes(
     source: SourceModel, ranges: Sequence[Range], choices: Sequence[Choices]
 ) -> SourceModel:
-    """Return the source, exported with these dimensions dynamic.
+    """Return the source, exported with dynamic dimensions.
 
     Args:
         source: A module; an exported program has its dynamic dimensions already.
@@ -88,9 +88,9 @@ def with_dynamic_shapes(
                 remedy="A .pt2 has the dimensions it was exported with",
             )
         return source
-    from coreml_delegate.scripts.inputs.dynamic_sizes import Place, Span, export_with_spans
+    from coreml_delegate.scripts.inputs.dynamic_sizes import InputDim, Span, export_with_spans
 
-    spans: dict[Place, Span] = {}
+    spans: dict[InputDim, Span] = {}
     for name, dim, low, high in ranges:
         if (name, dim) in spans:
             raise OptionError("--dynamic is given twice for a dimension", got=f"{name}:{dim}")
@@ -114,25 +114,25 @@ def _traced_choice(choices: Sequence[Choices]) -> int:
 
 
 def enumerated(choices: Sequence[Choices]) -> dict[str, list[list[int]]]:
-    """Return shapes by input.
+    """Return the enumerated shapes by input.
 
     Raises:
         OptionError: An input is given twice.
     """
-    found: dict[str, list[list[int]]] = {}
+    shapes_by_input: dict[str, list[list[int]]] = {}
     for name, shapes in choices:
-        if name in found:
+        if name in shapes_by_input:
             raise OptionError("--enumerated-shapes is given twice for an input", got=repr(name))
-        found[name] = shapes
-    return found
+        shapes_by_input[name] = shapes
+    return shapes_by_input
 
 
-def _check_inputs(source: SourceModel, places: Iterable[tuple[str, int]]) -> None:
+def _check_inputs(source: SourceModel, input_dims: Iterable[tuple[str, int]]) -> None:
     ranks = {
         name: getattr(leaf, "ndim", 0)
         for name, leaf in zip(source.input_names, source.leaves, strict=True)
     }
-    for name, dim in places:
+    for name, dim in input_dims:
         if name not in ranks:
             raise OptionError(
                 "the model has no such input",

@@ -53,7 +53,7 @@ def read_image(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> torch.
 def read_picture(path: Path, feature: Feature, shape: tuple[int, ...]) -> torch.Tensor:
     """Read an image as the image input of a model declares it: color space, and pixels 0 to 255.
 
-    An image of a size that the input takes goes in as it is. Any other is resized (bilinear) to
+    An image of a size that the input takes is not resized. Any other image is resized (bilinear) to
     cover the default size, and its centre is cut out.
 
     Args:
@@ -82,7 +82,7 @@ def _cover(image: Any, target: tuple[int, int], share: float = 1) -> Any:
     Args:
         image: A picture of Pillow.
         target: Width and height.
-        share: Of the resized image's shorter side, that is kept.
+        share: Fraction of the resized image's shorter side that is kept.
     """
     width, height = target
     resized = image.resize(
@@ -103,7 +103,7 @@ def _resized(image: tuple[int, int], target: tuple[int, int], share: float) -> t
 
 
 def open_image(path: Path, mode: str = "RGB") -> Any:
-    """Return an image of Pillow, converted to a mode of it.
+    """Return a Pillow image, converted to one of Pillow's modes.
 
     Raises:
         OptionError: The file cannot be read, or Pillow is not installed.

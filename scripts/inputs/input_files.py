@@ -23,7 +23,7 @@ FORMATS = ", ".join((_ARRAYS, _ARCHIVES, *sorted(images.SUFFIXES)))
 
 
 def random_inputs(ports: Sequence[Port], random: torch.Generator) -> list[Any]:
-    """Return random values for every input (see ``random_value``); fixed ones keep theirs."""
+    """Return a random value for every input (see ``random_value``), or its fixed value."""
     return [random_value(port, random) if port.is_tensor else port.fixed for port in ports]
 
 
@@ -39,25 +39,25 @@ def read_inputs(paths: Sequence[Path], ports: Sequence[Port]) -> list[Any]:
 
     Args:
         paths: In the order of the inputs. A ``.npz`` holds several: by name if its names are the
-            inputs', else in the order stored.
-        ports: The program's inputs; those with a fixed value are not read.
+            inputs', else in the stored order.
+        ports: The program's inputs; inputs with a fixed value are not read.
 
     Raises:
-        InputError: Files hold more or fewer inputs than the program has, or other ones, or an input
-            does not take an image.
+        InputError: Files hold more, fewer or other inputs than the program has, or an input does
+            not take an image.
         OptionError: A file cannot be read.
     """
-    wanted = [port for port in ports if port.is_tensor]
+    tensor_ports = [port for port in ports if port.is_tensor]
     named: dict[str, torch.Tensor] = {}
     for path in paths:
-        remaining = [port for port in wanted if port.name not in named]
+        remaining = [port for port in tensor_ports if port.name not in named]
         named |= dict(_read(path, remaining))
-    missing = [port for port in wanted if port.name not in named]
+    missing = [port for port in tensor_ports if port.name not in named]
     if missing:
         raise InputError(
             "the files hold too few inputs",
             got=str(len(named)),
-            expected=", ".join(f"{p.name} {describe(p.dtype, p.shape)}" for p in wanted),
+            expected=", ".join(f"{p.name} {describe(p.dtype, p.shape)}" for p in tensor_ports),
         )
     return [named[port.name] if port.is_tensor else port.fixed for port in ports]
 

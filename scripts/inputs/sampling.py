@@ -10,11 +10,11 @@ import torch
 
 from coreml_delegate.runtime.engines.limits import require_memory
 
-_MADE_OF = 4  # bytes of an element, at least
+_MIN_BYTES = 4  # of an element while it is made
 
 
 def generator(seed: int) -> torch.Generator:
-    """Return a generator of its own, so that inputs do not depend on other random numbers."""
+    """Return a separate generator, so that inputs do not depend on other random numbers."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -40,9 +40,9 @@ def random_tensor(
         ExecutionError: The tensor does not fit into memory.
     """
     size = tuple(shape)
-    # Made in 4 or 8 bytes, and then cast.
+    # Elements are made in 4 or 8 bytes, and then cast.
     require_memory(
-        math.prod(size) * _MADE_OF, f"a random {str(dtype).removeprefix('torch.')}{[*size]}"
+        math.prod(size) * _MIN_BYTES, f"a random {str(dtype).removeprefix('torch.')}{[*size]}"
     )
     if dtype.is_floating_point:
         return torch.randn(size, generator=random).to(dtype)
@@ -54,9 +54,9 @@ def random_tensor(
 def resample(example: Any, random: torch.Generator) -> Any:
     """Return a random value like ``example``: integers from its smallest to its largest.
 
-    A value that is no tensor is kept, because a program is specialised to it; so is a mask, and so
-    are offsets and positions (see ``_has_structure``), because a model computes nothing of use, or
-    fails, where they are random.
+    A value that is no tensor is kept, because a program is specialised to it. Masks, offsets and
+    positions (see ``_has_structure``) are kept too: with random ones a model computes nothing
+    useful, or fails.
     """
     if not isinstance(example, torch.Tensor) or _has_structure(example):
         return example

@@ -26,7 +26,7 @@ from coreml_delegate.third_party import (
 )
 
 FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
-_SHOWN = 3  # names listed in a message
+_MAX_LISTED = 3  # names in a message
 
 
 def load_source(
@@ -89,8 +89,8 @@ def _build(source: str, shapes: Sequence[tuple[int, ...]]) -> SourceModel:
     with importable_from_here():
         factory = find_callable(where, name, FORMS)
         with wrap_errors(f"{source} fails"):
-            made = factory if isinstance(factory, nn.Module) else factory()
-    return _from_factory(source, made)
+            result = factory if isinstance(factory, nn.Module) else factory()
+    return _from_factory(source, result)
 
 
 def find_callable(module_name: str, name: str, forms: str) -> Any:
@@ -105,15 +105,15 @@ def find_callable(module_name: str, name: str, forms: str) -> Any:
         OptionError: The module cannot be imported, or the name does not exist or is not callable.
     """
     if module_name.endswith(".py"):
-        place = Path(module_name)
+        path = Path(module_name)
         raise OptionError(
             "no such Python module",
             got=repr(module_name),
             expected=forms,
-            remedy=f"In the folder {place.parent.resolve()}, write {place.stem}:{name}",
+            remedy=f"In the folder {path.parent.resolve()}, write {path.stem}:{name}",
         )
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise OptionError(f"cannot import {module_name}", got=str(error)) from error
@@ -121,18 +121,18 @@ def find_callable(module_name: str, name: str, forms: str) -> Any:
     except Exception as error:
         raise OptionError(f"cannot import {module_name}", got=describe_error(error)) from error
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
+        target = getattr(target, part, None)
+    if not callable(target):
         raise OptionError(f"{module_name} has no callable of that name", got=repr(name))
-    return found
+    return target
 
 
-def _from_factory(source: str, made: Any) -> SourceModel:
-    module, *inputs = _parts(made)
+def _from_factory(source: str, result: Any) -> SourceModel:
+    module, *inputs = _parts(result)
     if not isinstance(module, nn.Module):
         raise OptionError(
             f"{source} returns no model",
-            got=type(made).__name__,
+            got=type(result).__name__,
             expected="an nn.Module, (nn.Module, example_inputs) or (nn.Module, args, kwargs)",
         )
     args, kwargs = _example_inputs(source, inputs)
@@ -140,13 +140,13 @@ def _from_factory(source: str, made: Any) -> SourceModel:
     return SourceModel(module.eval(), args, kwargs, None)
 
 
-def _parts(made: object) -> Sequence[Any]:
-    """Return the parts of a factory's result; a result that is not a sequence is one part."""
-    return (cast("Sequence[Any]", made) if isinstance(made, list | tuple) else ()) or (made,)
+def _parts(result: object) -> Sequence[Any]:
+    """Return a factory's result as a sequence; anything but a list or tuple is its only item."""
+    return (cast("Sequence[Any]", result) if isinstance(result, list | tuple) else ()) or (result,)
 
 
 def _example_inputs(source: str, inputs: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword inputs, the parts of a factory's result after the model."""
+    """Return positional and keyword inputs from the items after the model in a factory's result."""
     match inputs:
         case []:
             return (), {}
@@ -171,7 +171,7 @@ def _example_inputs(source: str, inputs: list[Any]) -> tuple[tuple[Any, ...], di
 def importable_from_here() -> Generator[None]:
     """Make modules of the current folder importable, as ``python -m`` does.
 
-    They, or a library they use, may import torchvision.
+    The modules, or a library they use, may import torchvision.
     """
     sys.path.insert(0, "")
     try:
@@ -186,7 +186,7 @@ def _load_weights(module: nn.Module, path: Path) -> None:
 
     Args:
         module: Changed in place, or not at all.
-        path: ``.safetensors``, or what ``torch.save`` writes (read without running code).
+        path: ``.safetensors``, or a file of ``torch.save`` (read without running code).
 
     Raises:
         OptionError: The file cannot be read, or does not fit the model.
@@ -211,12 +211,12 @@ def _load_weights(module: nn.Module, path: Path) -> None:
 
 def _refuse(path: Path, what: str, names: list[str]) -> None:
     if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        raise OptionError(f"{path} {what}", got=", ".join(names[:_SHOWN]) + more)
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        raise OptionError(f"{path} {what}", got=", ".join(names[:_MAX_LISTED]) + more)
 
 
 def load_torch(path: Path, what: str, expected: str) -> object:
-    """Read what ``torch.save`` has written, without running code of it.
+    """Read a file of ``torch.save``, without running code in it.
 
     Args:
         path: The file.
@@ -224,11 +224,11 @@ def load_torch(path: Path, what: str, expected: str) -> object:
         expected: What the file should hold, for the error.
 
     Raises:
-        OptionError: It cannot be read.
+        OptionError: The file cannot be read.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # its reader fails on foreign bytes with whatever comes first
+    except Exception as error:  # torch raises errors of any class on foreign bytes
         raise OptionError(
             f"cannot read {what} from {path}", got=describe_error(error), expected=expected
         ) from error

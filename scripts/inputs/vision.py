@@ -11,7 +11,7 @@ from torch import nn
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.third_party import import_optional, torchvision_importable
 
-_DEFAULT_SIZE = 224  # pixels; what torchvision's classifiers without published weights take
+_DEFAULT_SIZE = 224  # pixels; the input of torchvision's classifiers without published weights
 _VIDEO_FRAMES = 16
 # Their random initialisation takes most of a minute (scipy's truncated normal, value by value).
 _SLOW_INIT = frozenset({"googlenet", "inception_v3"})
@@ -38,12 +38,12 @@ def build_model(name: str) -> nn.Module:
         OptionError: There is no such model; the error names near matches.
     """
     models = import_torchvision().models
-    known = models.list_models()
-    if name not in known:
+    names = models.list_models()
+    if name not in names:
         raise OptionError(
             "torchvision has no such model",
             got=repr(name),
-            expected=near_matches(name, known, "one of its list_models()"),
+            expected=near_matches(name, names, "one of its list_models()"),
         )
     keywords: dict[str, Any] = {"weights": None}
     if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:

@@ -36,23 +36,23 @@ from coreml_delegate.scripts.sweeping.sweep_file import Limits
 _CONNECT: Final = 10  # seconds to find the scheduler in
 _WORKERS: Final = 60  # seconds to wait for the first worker in
 _ASK: Final = 1.0  # seconds between two questions whether to stop
-_FAILURES: Final = 1  # workers of ours that a job may cost before it is given up
+_FAILURES: Final = 1  # local workers that a job may crash before it is given up
 _FOLDER: Final = "coreml-delegate-files"
-_SENT: Final = "_sent"  # folder for what lies outside of the sweep's
+_SENT: Final = "_sent"  # folder for files outside of the sweep's folder
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A job with all that its worker has to know.
+    """A job with all that its worker needs.
 
     Attributes:
         job: The job, with the paths that it reads on the worker.
         key: Its key.
         files: Digests of the files, by their paths in the job's folder.
         environment: Versions that the worker must have.
-        limits: What the job may take.
+        limits: Time and memory that the job may take.
         wants_program: Whether the ``.pte`` is sent back.
-        stop: Name of the event that ends it.
+        stop: Name of the event that ends the job.
     """
 
     job: Job
@@ -68,7 +68,7 @@ class SentFile(WorkerPlugin):
     """Puts a file on the disk of each worker.
 
     Args:
-        digest: Of the content.
+        digest: Digest of the content.
         content: Its bytes.
     """
 
@@ -81,7 +81,7 @@ class SentFile(WorkerPlugin):
 
     def setup(self, worker: Any) -> None:
         """Write the file."""
-        path = _place(worker, self._digest)
+        path = _path_on_worker(worker, self._digest)
         path.parent.mkdir(exist_ok=True)
         if not path.exists():
             with new_file(path) as file:
@@ -89,22 +89,22 @@ class SentFile(WorkerPlugin):
 
     def teardown(self, worker: Any) -> None:
         """Remove the file."""
-        _place(worker, self._digest).unlink(missing_ok=True)
+        _path_on_worker(worker, self._digest).unlink(missing_ok=True)
 
 
-def _place(worker: Any, digest: str) -> Path:
+def _path_on_worker(worker: Any, digest: str) -> Path:
     return Path(worker.local_directory) / _FOLDER / digest
 
 
 class _Stopped(Exception):
-    """The sweep has ended while a job ran."""
+    """The sweep ended while a job ran."""
 
 
 def run_on_worker(request: Request) -> tuple[Ending, bytes | None]:
     """Run a job on this worker.
 
     Returns:
-        How it ended, and the ``.pte`` if that is wanted and there is one.
+        How it ended, and the ``.pte`` if it is to be sent back and exists.
 
     Raises:
         ProgramError: This worker has other versions or files.
@@ -112,24 +112,24 @@ def run_on_worker(request: Request) -> tuple[Ending, bytes | None]:
     worker = get_worker()
     _require_same(request.environment, str(worker.address))
     stop = Event(request.stop)
-    asked = time.monotonic()
-    found: list[tuple[Ending, bytes | None]] = []
+    checked_at = time.monotonic()
+    results: list[tuple[Ending, bytes | None]] = []
 
     def check() -> None:
-        nonlocal asked
-        if time.monotonic() - asked > _ASK:
-            asked = time.monotonic()
+        nonlocal checked_at
+        if time.monotonic() - checked_at > _ASK:
+            checked_at = time.monotonic()
             if stop.is_set():
                 raise _Stopped
 
     def finished(_: int, ending: Ending, program: Path) -> None:
-        wanted = request.wants_program and ending.status is Status.DONE
-        found.append((ending, program.read_bytes() if wanted else None))
+        is_sent_back = request.wants_program and ending.status is Status.DONE
+        results.append((ending, program.read_bytes() if is_sent_back else None))
 
     with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as temporary:
         folder = Path(temporary)
         for name, digest in request.files.items():
-            _link(_place(worker, digest), folder / name)
+            _link(_path_on_worker(worker, digest), folder / name)
         if contents.key(request.job, folder) != request.key:
             raise ProgramError(
                 "a worker has other files than this machine",
@@ -137,7 +137,7 @@ def run_on_worker(request: Request) -> tuple[Ending, bytes | None]:
                 remedy="Install the same packages there",
             )
         run_all([Task(request.job)], folder, request.limits, 1, finished, check)
-    return found[0]
+    return results[0]
 
 
 def _link(source: Path, target: Path) -> None:
@@ -149,7 +149,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _require_same(expected: Mapping[str, str], address: str) -> None:
-    """Refuse this process if its versions are others.
+    """Refuse this process if its versions differ from ``expected``.
 
     Raises:
         ProgramError: Names the first version that differs.
@@ -170,8 +170,8 @@ class Cluster:
 
     Args:
         client: Connected to the scheduler.
-        folder: That of the sweep's file.
-        limits: What a job may take.
+        folder: The folder of the sweep's file.
+        limits: Time and memory that a job may take.
         wants_programs: Whether programs are sent back.
     """
 
@@ -208,20 +208,20 @@ class Cluster:
             if numbers:
                 stop.set()
                 self._client.cancel(list(numbers))
-            self._take_back()
+            self._remove_sent_files()
 
     def _request(self, job: Job, stop: str) -> Request:
-        """Send what a job reads, and return what its worker has to know."""
+        """Send the files that a job reads; return the request for its worker."""
         files: dict[str, str] = {}
         paths: dict[str, str] = {}
-        for name, found in contents.read_by(job, self._folder).items():
-            if found.root is None:
-                ((last, path),) = found.files.items()
+        for name, content in contents.read_by(job, self._folder).items():
+            if content.root is None:
+                ((last, path),) = content.files.items()
                 paths[name] = f"{_SENT}/{name}/{last}"
                 files |= self._send(paths[name], path)
-            elif found.root == self._folder:  # other modules are installed, there as here
-                for place, path in found.files.items():
-                    files |= self._send(place, path)
+            elif content.root == self._folder:  # other modules are installed, there as here
+                for relative, path in content.files.items():
+                    files |= self._send(relative, path)
         return Request(
             contents.with_paths(job, paths),
             contents.key(job, self._folder),
@@ -235,17 +235,17 @@ class Cluster:
     def _send(self, name: str, path: Path) -> dict[str, str]:
         """Send a file, or all files of a folder; return digests by name."""
         if path.is_dir():
-            found: dict[str, str] = {}
+            digests: dict[str, str] = {}
             for file in contents.files_below(path):
-                found |= self._send(f"{name}/{file.relative_to(path).as_posix()}", file)
-            return found
+                digests |= self._send(f"{name}/{file.relative_to(path).as_posix()}", file)
+            return digests
         digest = contents.digest(path)
         if digest not in self._sent:
             self._client.register_plugin(SentFile(digest, path.read_bytes()))
             self._sent.add(digest)
         return {name: digest}
 
-    def _take_back(self) -> None:
+    def _remove_sent_files(self) -> None:
         for digest in self._sent:
             self._client.unregister_worker_plugin(f"coreml-delegate-{digest}")
         self._sent.clear()
@@ -255,7 +255,7 @@ def _result(future: Any) -> tuple[Ending, bytes | None]:
     try:
         return future.result()
     except KilledWorker as error:
-        reason = f"every worker that it was given to ended, last {error.last_worker.address}"
+        reason = f"every worker that ran it ended, the last at {error.last_worker.address}"
         return Ending(Status.CRASHED, reason, {}, 0.0), None
 
 
@@ -277,8 +277,8 @@ def connected(scheduler: str | None, workers: int) -> Generator[Client]:
     """Connect to a scheduler, or start one with workers on this machine.
 
     Args:
-        scheduler: Its address, ``tcp://HOST:PORT``; None to start one.
-        workers: How many workers are started then, each for one job at a time.
+        scheduler: The scheduler's address, ``tcp://HOST:PORT``; None to start a scheduler.
+        workers: Number of workers to start, each for one job at a time.
 
     Raises:
         EngineUnavailableError: There is no scheduler at the address, or it has no workers.
@@ -328,7 +328,7 @@ def _require_workers(client: Client) -> None:
         raise EngineUnavailableError(
             "the scheduler has no workers", got=f"none in {_WORKERS} s"
         ) from error
-    answers: Any = client.run(_differs, dict(contents.environment()), on_error="return")
+    answers: Any = client.run(_check_worker, dict(contents.environment()), on_error="return")
     for address, answer in answers.items():
         if isinstance(answer, ProgramError):
             raise answer
@@ -340,5 +340,5 @@ def _require_workers(client: Client) -> None:
             )
 
 
-def _differs(expected: Mapping[str, str], dask_worker: Any) -> None:
+def _check_worker(expected: Mapping[str, str], dask_worker: Any) -> None:
     _require_same(expected, str(dask_worker.address))

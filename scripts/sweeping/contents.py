@@ -1,9 +1,9 @@
-"""The content that a job reads: files with their digests, and the versions of what computes.
+"""The content that a job reads: digests of files, and versions of the software that computes.
 
-The files of a Python module are itself, and those that its import statements lead to. They are
-found by reading the statements, without running any. Beside the file of the sweep, all of these
-count; of an installed package, its own modules. Other installed packages that they import count by
-their versions. Imports by other means, such as ``importlib``, are not seen.
+The files of a Python module are its own and the files of all modules that its import statements
+lead to; the statements are parsed, not run. Of modules in the folder of the sweep's file all files
+count; of an installed package, only its own modules. Other installed packages that they import
+count by their versions. Imports by other means, such as ``importlib``, are not seen.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PROCESSORS: Final = Path("/proc/cpuinfo")
 
 @functools.cache
 def environment() -> Mapping[str, str]:
-    """Return the versions of all that computes a result, and the digest of this package."""
+    """Return the versions of the software that computes a result, and this package's digest."""
     return {
         _OWN: source_digest(_OWN),
         "python": platform.python_version(),
@@ -55,7 +55,7 @@ def environment() -> Mapping[str, str]:
 
 @functools.cache
 def machine() -> str:
-    """Return the processor of this machine and how many of its cores may be used."""
+    """Return the processor of this machine and the number of usable cores."""
     return f"{next(_processors(), platform.machine())}, {usable_cores()} cores"
 
 
@@ -67,7 +67,7 @@ def usable_cores() -> int:
 
 
 def _processors() -> Iterator[str]:
-    """Yield the names of the processor that the system tells, the best first."""
+    """Yield the system's names of the processor, the most exact first."""
     with contextlib.suppress(OSError):  # only Linux has the file
         for line in _PROCESSORS.read_text().splitlines():
             label, _, name = line.partition(":")
@@ -89,7 +89,7 @@ class Input:
     """The content behind one value of a job.
 
     Attributes:
-        files: The files and folders, by the names that imports give them; a path alone is by its
+        files: The files of a module, by path relative to ``root``; or one file or folder, by its
             last name.
         root: The folder that modules are imported from; None for a path.
         versions: Versions of the installed packages that the files import, by distribution.
@@ -108,11 +108,11 @@ class Input:
 
 
 def read_by(job: Job, folder: Path) -> dict[str, Input]:
-    """Return what a job reads, by the attribute of model or options that names it.
+    """Return the inputs of a job, by the attribute of model or options that names each.
 
     Args:
         job: The job.
-        folder: That of the sweep's file.
+        folder: The folder of the sweep's file.
 
     Raises:
         OptionError: A file does not exist.
@@ -122,14 +122,14 @@ def read_by(job: Job, folder: Path) -> dict[str, Input]:
     if job.options.quantize.endswith(CONFIG_SUFFIX):
         values["quantize"] = job.options.quantize
     return {
-        name: found
+        name: content
         for name, value in values.items()
-        if value is not None and (found := _input(value, folder)).files
+        if value is not None and (content := _input(value, folder)).files
     }
 
 
 def with_paths(job: Job, paths: Mapping[str, str]) -> Job:
-    """Return a job that reads other paths, given by the attribute of model or options."""
+    """Return the job with other paths, by the attribute of model or options."""
     of_model = {name: path for name, path in paths.items() if name != "quantize"}
     of_options = {name: path for name, path in paths.items() if name == "quantize"}
     return replace(
@@ -147,15 +147,15 @@ def key(job: Job, folder: Path) -> str:
     Raises:
         OptionError: A file that the job reads does not exist.
     """
-    read = read_by(job, folder)
-    job = with_paths(job, {name: "" for name, found in read.items() if found.root is None})
-    described = {
+    inputs = read_by(job, folder)
+    job = with_paths(job, {name: "" for name, content in inputs.items() if content.root is None})
+    document = {
         "model": asdict(job.model),
         "options": asdict(job.options),
-        "contents": {name: found.digests() for name, found in read.items()},
+        "contents": {name: content.digests() for name, content in inputs.items()},
         "environment": environment(),
     }
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def digest(path: Path) -> str:
@@ -185,7 +185,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def _input(value: str, folder: Path) -> Input:
-    """Return what ``MODULE:NAME``, a file or a folder stands for."""
+    """Return the content of ``MODULE:NAME``, a file or a folder."""
     module, separator, name = value.partition(":")
     if (folder / value).exists() or not (separator and name):
         path = _existing(value, folder)
@@ -193,9 +193,9 @@ def _input(value: str, folder: Path) -> Input:
     if module == "torchvision":
         return Input({})
     root, follows = _root(module, folder)
-    files, others = module_files(root, module, inside=follows)
+    files, packages = module_files(root, module, inside=follows)
     named = {path.relative_to(root).as_posix(): path for path in files}
-    return Input(named, root, _versions_of(others))
+    return Input(named, root, _versions_of(packages))
 
 
 def _existing(value: str, folder: Path) -> Path:
@@ -219,7 +219,7 @@ def _root(module: str, folder: Path) -> tuple[Path, str]:
 
 
 def _versions_of(packages: Collection[str]) -> dict[str, str]:
-    """Return the versions of what has installed these packages, by distribution."""
+    """Return the versions of the distributions that installed ``packages``."""
     installed = _distributions()
     names = {name for package in packages for name in installed.get(package, ())}
     return {name: _version(name) for name in sorted(names)}
@@ -231,18 +231,18 @@ def _distributions() -> Mapping[str, Sequence[str]]:
 
 
 def module_files(root: Path, module: str, *, inside: str = "") -> tuple[list[Path], set[str]]:
-    """Follow the imports of a module, directly or not, below a folder.
+    """Follow the direct and indirect imports of a module below a folder.
 
     Args:
         root: Folder that modules are imported from.
-        module: Full name of the first.
-        inside: Package outside of which imports are not followed; empty for none.
+        module: Full name of the first module.
+        inside: Package outside of which imports are not followed; empty to follow all.
 
     Returns:
-        The files of the module and of those that it imports, and the names of the packages that
-        are imported from elsewhere.
+        The files of the module and of the modules that it imports, and the names of the packages
+        that are imported from elsewhere.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     elsewhere: set[str] = set()
     waiting = [module]
     seen = set(waiting)
@@ -252,9 +252,9 @@ def module_files(root: Path, module: str, *, inside: str = "") -> tuple[list[Pat
         if not located:
             elsewhere.add(imported_module.partition(".")[0])
         for name, path in located:
-            if path in found:
+            if path in files:
                 continue
-            found[path] = None
+            files[path] = None
             package = name if path.name == f"__init__{_PYTHON}" else name.rpartition(".")[0]
             for imported in _imports(path, package):
                 if inside and not f"{imported}.".startswith(f"{inside}."):
@@ -262,24 +262,24 @@ def module_files(root: Path, module: str, *, inside: str = "") -> tuple[list[Pat
                 elif imported not in seen:
                     seen.add(imported)
                     waiting.append(imported)
-    return sorted(found), elsewhere
+    return sorted(files), elsewhere
 
 
 def _located(root: Path, module: str) -> list[tuple[str, Path]]:
     """Return the files that importing a module runs, with the names of their modules."""
-    found: list[tuple[str, Path]] = []
-    place, name = root, ""
+    files: list[tuple[str, Path]] = []
+    path, name = root, ""
     for part in module.split("."):
         name = f"{name}.{part}".removeprefix(".")
-        if (place / part).is_dir():
-            place /= part
-            initial = place / f"__init__{_PYTHON}"
-            found += [(name, initial)] if initial.is_file() else []
-        elif (file := place / f"{part}{_PYTHON}").is_file():
-            return [*found, (name, file)]
+        if (path / part).is_dir():
+            path /= part
+            initial = path / f"__init__{_PYTHON}"
+            files += [(name, initial)] if initial.is_file() else []
+        elif (file := path / f"{part}{_PYTHON}").is_file():
+            return [*files, (name, file)]
         else:
             break
-    return found
+    return files
 
 
 def _imports(path: Path, package: str) -> Iterator[str]:

@@ -19,9 +19,9 @@ class Measure:
 
     Attributes:
         title: Head of its column.
-        value: Returns it, or None.
-        text: Returns a value for a reader.
-        difference: Returns the difference between an earlier value and a later one for a reader.
+        value: Returns the number of a record, or None.
+        text: Formats a value.
+        difference: Formats the difference between an earlier value and a later value.
         optional: Whether a column without any value is left out.
     """
 
@@ -34,8 +34,8 @@ class Measure:
 
 def _in_result(name: str) -> Callable[[Record], float | None]:
     def value(record: Record) -> float | None:
-        found = record.result.get(name)
-        return None if found is None else float(found)  # infinity is text in JSON
+        number = record.result.get(name)
+        return None if number is None else float(number)  # infinity is text in JSON
 
     return value
 
@@ -67,7 +67,7 @@ def _more_decibels(before: float, after: float) -> str:
     return f"{0.0 if before == after else after - before:+.1f} dB"
 
 
-def _whole(value: float) -> str:
+def _integer(value: float) -> str:
     return f"{value:.0f}"
 
 
@@ -97,8 +97,8 @@ MEASURES: Final = (
         for title in ("top-1 agreement", "top-5 agreement", "top-1 accuracy", "top-5 accuracy")
     ),
     Measure("delegated", _delegated, _share, _points),
-    Measure("partitions", _in_coverage("partitions"), _whole, _more),
-    Measure("CPU nodes", _in_coverage("cpu_nodes"), _whole, _more),
+    Measure("partitions", _in_coverage("partitions"), _integer, _more),
+    Measure("CPU nodes", _in_coverage("cpu_nodes"), _integer, _more),
     Measure(
         "lowering",
         lambda record: record.cost.get("lower_seconds"),
@@ -113,7 +113,7 @@ COSTS: Final = (SIZE, LATENCY)
 
 
 def columns(rows: Sequence[Row]) -> list[Measure]:
-    """Return the measures that a table of these rows shows."""
+    """Return the measures that a table of ``rows`` shows."""
     return [
         m for m in MEASURES if not m.optional or any(m.value(r.record) is not None for r in rows)
     ]
@@ -123,17 +123,17 @@ def unbeaten(points: Mapping[_Name, tuple[float, float]]) -> set[_Name]:
     """Return the names of the points that no other point beats.
 
     Args:
-        points: A cost, of which less is better, and a gain, of which more is. A point is beaten by
-            one that is better in either and as good in the other.
+        points: A cost (less is better) and a gain (more is better). A point beats another if it is
+            better in one of the two and at least as good in the other.
     """
-    found: set[_Name] = set()
+    front: set[_Name] = set()
     best = -math.inf
     cost_of_best = math.inf
     for name, (cost, gain) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
-        if not found or gain > best or (gain, cost) == (best, cost_of_best):
-            found.add(name)
+        if not front or gain > best or (gain, cost) == (best, cost_of_best):
+            front.add(name)
             best, cost_of_best = gain, cost
-    return found
+    return front
 
 
 def points_of(rows: Sequence[Row], cost: Measure) -> dict[str, tuple[float, float]]:
@@ -155,13 +155,13 @@ def by_model(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def fronts(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """Return the titles of the costs on whose front a row is, by name; fronts are of one model."""
-    found: dict[str, list[str]] = {row.name: [] for row in rows}
-    for same in by_model(rows).values():
+    """Return, by row name, the titles of the costs on whose front it is; each model has fronts."""
+    titles: dict[str, list[str]] = {row.name: [] for row in rows}
+    for model_rows in by_model(rows).values():
         for cost in COSTS:
-            for name in unbeaten(points_of(same, cost)):
-                found[name].append(cost.title)
-    return found
+            for name in unbeaten(points_of(model_rows, cost)):
+                titles[name].append(cost.title)
+    return titles
 
 
 class Earlier:
@@ -175,23 +175,23 @@ class Earlier:
         self._rows = {_identity(row): row for row in rows}
 
     def differences(self, row: Row, measures: Sequence[Measure]) -> list[str]:
-        """Return the difference of each of these measures from the earlier row, for a reader."""
+        """Return, as text, the difference of each measure from the earlier row."""
         earlier = self._rows.get(_identity(row))
         if earlier is None:
             return ["new", *[""] * (len(measures) - 1)]
-        told: list[str] = []
+        texts: list[str] = []
         for measure in measures:
             before, after = measure.value(earlier.record), measure.value(row.record)
             if before is None or after is None:
-                told.append("")
+                texts.append("")
             else:
-                told.append(measure.difference(before, after))
+                texts.append(measure.difference(before, after))
         if earlier.record.status is not row.record.status:
-            told[0] = f"was {earlier.record.status.value}"
-        return told
+            texts[0] = f"was {earlier.record.status.value}"
+        return texts
 
-    def gone(self, rows: Sequence[Row]) -> list[str]:
-        """Return the names of the earlier rows that are not among these."""
+    def removed(self, rows: Sequence[Row]) -> list[str]:
+        """Return the names of the earlier rows without a counterpart in ``rows``."""
         now = {_identity(row) for row in rows}
         return [row.name for identity, row in self._rows.items() if identity not in now]
 

@@ -1,7 +1,7 @@
-"""A job in a process of its own: a crash, too much memory or too much time costs one job.
+"""Run a job in a process of its own: a crash, too much memory or too much time costs one job.
 
 The process gets its task as a JSON file and writes its result as another. It runs in the folder of
-the sweep's file, in a session of its own, so that Ctrl-C on a terminal reaches the sweep alone. The
+the sweep's file, in a session of its own, so that Ctrl-C on a terminal reaches only the sweep. The
 pipe to its standard input is never written: when it closes, because the sweep was killed, the
 process ends.
 """
@@ -32,7 +32,7 @@ from coreml_delegate.third_party import leave_out_unused_packages
 
 _POLL: Final = 0.05  # seconds between two looks at running processes
 _GRACE: Final = 5.0  # seconds to remove temporary files in, before a process is killed
-_SHOWN: Final = 400  # letters of a line that are shown
+_MAX_LETTERS: Final = 400  # of a line that is shown
 _PROCESSES: Final = Path("/proc")
 _ONE_THREAD: Final = {
     name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -40,7 +40,7 @@ _ONE_THREAD: Final = {
 
 
 class Status(enum.Enum):
-    """The ways in which a job ends; the value is shown."""
+    """The ways in which a job ends; the value is shown to the user."""
 
     DONE = "done"
     FAILED = "failed"
@@ -54,10 +54,10 @@ class Ending:
     """How a process ended.
 
     Attributes:
-        status: In short.
-        reason: What went wrong, for a reader; empty if it is done.
-        document: What it has measured; empty unless it is done.
-        seconds: How long it took, from its start.
+        status: The way in which it ended.
+        reason: The error, for a reader; empty if it is done.
+        document: Its measurements; empty unless it is done.
+        seconds: Time since its start.
     """
 
     status: Status
@@ -73,7 +73,7 @@ class Task:
     Attributes:
         job: The job.
         program: The ``.pte`` whose latency is measured; None to lower and compare.
-        repeat: Runs that the latency is the median of.
+        repeat: Number of runs for the median latency.
     """
 
     job: Job
@@ -85,12 +85,12 @@ class JobProcess:
     """A running task.
 
     Args:
-        task: What it does.
+        task: The task.
         folder: The folder that it runs in.
-        limits: What it may take.
+        limits: Time and memory that it may take.
 
     Attributes:
-        task: What it does.
+        task: The task.
         program: Where it writes the ``.pte``, until ``close``.
     """
 
@@ -109,13 +109,13 @@ class JobProcess:
             raise
 
     def _start(self, folder: Path) -> subprocess.Popen[bytes]:
-        described = self._temporary / "task"
+        task_file = self._temporary / "task"
         task = {
             "job": self.task.job.as_dict(),
             "program": str(self.task.program or self.program),
             "repeat": self.task.repeat,
         }
-        described.write_text(json.dumps(task), encoding="utf-8")
+        task_file.write_text(json.dumps(task), encoding="utf-8")
         own = self._temporary / "tmp"
         own.mkdir()
         environment = {
@@ -127,7 +127,7 @@ class JobProcess:
         with self._printed.open("wb") as printed:
             return subprocess.Popen(
                 # Without the current folder on the path, whose modules could hide others.
-                [sys.executable, "-P", "-m", __spec__.name, described, self._result],
+                [sys.executable, "-P", "-m", __spec__.name, task_file, self._result],
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -147,10 +147,10 @@ class JobProcess:
             self._end()
             return Ending(Status.TIMED_OUT, f"took more than {allowed:g} s", {}, seconds)
         memory = self._limits.memory
-        if memory is not None and (held := _resident_bytes(self._process.pid)) > memory:
+        if memory is not None and (used := _resident_bytes(self._process.pid)) > memory:
             self._end()
-            told = f"held {console.size(held)} of memory, allowed are {console.size(memory)}"
-            return Ending(Status.OUT_OF_MEMORY, told, {}, seconds)
+            reason = f"used {console.size(used)} of memory; the limit is {console.size(memory)}"
+            return Ending(Status.OUT_OF_MEMORY, reason, {}, seconds)
         return None
 
     def terminate(self) -> None:
@@ -182,8 +182,8 @@ class JobProcess:
             return Status(document["status"]), document["reason"], document["document"]
         printed = self._printed.read_text(encoding="utf-8", errors="replace")
         lines = [line.strip() for line in printed.splitlines() if line.strip()]
-        said = f": {lines[-1][:_SHOWN]}" if lines else ""
-        return Status.CRASHED, f"{_ending(code)}{said}", {}
+        last_line = f": {lines[-1][:_MAX_LETTERS]}" if lines else ""
+        return Status.CRASHED, f"{_ending(code)}{last_line}", {}
 
 
 def _ending(code: int) -> str:
@@ -198,7 +198,7 @@ def _ending(code: int) -> str:
 
 
 def _signal_all(process: subprocess.Popen[bytes], number: int) -> None:
-    """Signal a process and those that it has started."""
+    """Signal a process and its child processes."""
     if hasattr(os, "killpg"):
         try:
             os.killpg(process.pid, number)
@@ -218,10 +218,10 @@ def _resident_bytes(pid: int) -> int:
 
 
 def require_limits(limits: Limits) -> None:
-    """Refuse a limit that cannot be kept on this machine.
+    """Refuse a limit that cannot be enforced on this machine.
 
     Raises:
-        EngineUnavailableError: Memory is limited, and the system does not say what a process holds.
+        EngineUnavailableError: Memory is limited, but the system reports no process's memory.
     """
     if limits.memory is not None and not (_PROCESSES / "self" / "statm").exists():
         raise EngineUnavailableError(
@@ -242,13 +242,13 @@ def run_all(
     """Run tasks, several at a time; whatever happens, no process is left.
 
     Args:
-        tasks: What to do, started in this order.
+        tasks: The tasks, started in this order.
         folder: The folder that all run in.
-        limits: What each may take.
+        limits: Time and memory that each may take.
         parallel: Tasks at a time.
-        finished: Gets the number of a task that has ended, how, and the place of its ``.pte``,
-            which it may move away.
-        check: Is called again and again, and raises to end all of them.
+        finished: Gets the number of an ended task, its ending, and the path of its ``.pte``, which
+            it may move away.
+        check: Called repeatedly; raises to end all tasks.
     """
     waiting = list(enumerate(tasks))[::-1]
     running: dict[int, JobProcess] = {}
@@ -266,33 +266,33 @@ def run_all(
             time.sleep(_POLL)
     finally:
         for process in running.values():
-            process.terminate()  # all at once, before each gets its time
+            process.terminate()  # all at once, before waiting for each
         for process in running.values():
             process.close()
 
 
 def main(task_file: str, result_file: str) -> int:
-    """Carry a task out, in a process of its own; return the exit code."""
+    """Run a task in this process; return the exit code."""
     _end_with_parent()
     leave_out_unused_packages()
     task = json.loads(Path(task_file).read_bytes())
     status, reason, document = Status.DONE, "", {}
     with interruption.handled(), console.session(0):
         try:
-            document = _carry_out(task)
+            document = _run_task(task)
         except failures.KINDS as error:
             message = failures.message(error)
             if message is None:
                 raise
-            status = Status.OUT_OF_MEMORY if failures.is_of_memory(error) else Status.FAILED
+            status = Status.OUT_OF_MEMORY if failures.is_out_of_memory(error) else Status.FAILED
             reason = message
         with new_file(Path(result_file)) as file:
-            told = {"status": status.value, "reason": reason, "document": document}
-            file.write(console.as_json(told).encode())
+            result = {"status": status.value, "reason": reason, "document": document}
+            file.write(console.as_json(result).encode())
     return 0
 
 
-def _carry_out(task: Mapping[str, Any]) -> dict[str, Any]:
+def _run_task(task: Mapping[str, Any]) -> dict[str, Any]:
     from coreml_delegate.scripts.sweeping.measuring import measure, measure_latency
 
     job, program = Job.from_dict(task["job"]), Path(task["program"])

@@ -31,10 +31,10 @@ class Model:
         input_shape: Shapes of random float32 inputs; empty for the source's own example inputs.
         seed: Seed of random weights and inputs.
         calibration: Data to calibrate with, or None.
-        calibration_samples: How many samples of it are read at most.
+        calibration_samples: Number of calibration samples read at most.
         data: Data to compare on, or None for random inputs.
-        samples: How many samples of ``data`` to compare on at most, None for all; how many random
-            inputs, None for the number that ``verify`` takes.
+        samples: Number of samples of ``data`` to compare on at most, None for all; without ``data``
+            the number of random inputs, None for ``verify``'s default.
     """
 
     source: str
@@ -55,8 +55,8 @@ class Options:
         precision: Floating-point type that Core ML computes in.
         quantize: A mode, a file with a mode for each module, or ``none``.
         target: Oldest system to support, or ``auto``.
-        engine: The engine that runs the program; ``auto`` compares on the engine that ``verify``
-            takes, and measures latency on the fastest.
+        engine: The engine that runs the program; ``auto`` compares on ``verify``'s default engine
+            and measures latency on the fastest.
     """
 
     precision: str = PRECISIONS[0]
@@ -76,7 +76,7 @@ AXES: Final = tuple(field.name for field in fields(Options))
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One model with one choice of options.
+    """One model with one combination of options.
 
     Attributes:
         name: Unique in its sweep, for a reader: ``net[float16-int8-weight]``.
@@ -96,7 +96,7 @@ class Job:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Job:
-        """Return the job that ``as_dict`` has described, also after a detour through JSON."""
+        """Return the job of a document from ``as_dict``, which JSON may have converted."""
         model = dict(document["model"])
         model["input_shape"] = tuple(tuple(shape) for shape in model["input_shape"])
         options = Options(**document["options"])
@@ -125,9 +125,9 @@ def check_target(_name: str, value: str) -> None:
         Opset.from_target_name(value)
 
 
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise OptionError(f"unknown {name}", got=repr(value), expected=", ".join(known))
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(f"unknown {name}", got=repr(value), expected=", ".join(choices))
 
 
 def obstacle(options: Options, assignment: QuantizationAssignment | None) -> str | None:

@@ -1,7 +1,7 @@
-"""One job, carried out in this process by what ``export``, ``verify`` and ``run`` call.
+"""Run one job in this process, by the functions that ``export``, ``verify`` and ``run`` call.
 
 Everything that decides a result has one thread, so that numbers do not depend on how many jobs run
-at a time or where. Latency alone has the engine's own number of threads.
+at a time or where. Only latency is measured with the engine's own number of threads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def measure(job: Job, program: Path) -> dict[str, Any]:
     """Lower a model, and compare the program with it.
 
     Args:
-        job: What to do; paths in it are relative to the current folder.
+        job: The job; paths in it are relative to the current folder.
         program: Where the ``.pte`` is written.
 
     Returns:
@@ -83,9 +83,9 @@ def measure_latency(job: Job, program: Path, repeat: int) -> dict[str, Any]:
     """Run a program with random inputs, after one run that warms up.
 
     Args:
-        job: The job that the program is of.
+        job: The job that lowered the program.
         program: The ``.pte``.
-        repeat: Runs that the median is of.
+        repeat: Number of runs for the median.
 
     Returns:
         Plain data, the median in milliseconds.
@@ -150,7 +150,7 @@ class _Counted:
 
 
 def _least(shares: Iterable[float | None]) -> float | None:
-    """Return the share of the output that has the least; None if none has classes."""
+    """Return the smallest share of any output; None if no output has classes."""
     return min((share for share in shares if share is not None), default=None)
 
 

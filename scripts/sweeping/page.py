@@ -38,16 +38,16 @@ class Point:
 
     Attributes:
         name: The job's name.
-        x: Place in pixels.
-        y: Place in pixels.
-        told: Its values, for a reader.
+        x: Position in pixels.
+        y: Position in pixels.
+        values_text: Its cost and its SQNR.
         best: Whether it is on the front.
     """
 
     name: str
     x: float
     y: float
-    told: str
+    values_text: str
     best: bool
 
 
@@ -57,11 +57,11 @@ class Drawing:
 
     Attributes:
         model: The model's name.
-        title: The cost's.
+        title: The cost's title.
         points: The jobs, those on the front last.
         front: Corners of the front's line.
-        across: Places and texts of the cost's scale.
-        up: Places and texts of the scale in dB.
+        across: Positions and texts of the ticks of the cost's scale.
+        up: Positions and texts of the ticks of the scale in dB.
     """
 
     model: str
@@ -74,7 +74,7 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of the table: what is shown, what it is sorted by, and the difference if compared."""
+    """A cell of the table: its text, its sort key, and the difference from an earlier sweep."""
 
     text: str
     order: str
@@ -94,16 +94,16 @@ def to_html(
     Args:
         rows: The rows.
         title: Name of the sweep.
-        skipped: Combinations that were no jobs.
+        skipped: Combinations that are no jobs.
         earlier: Rows to compare with, or None.
-        compared: Where those are from.
+        compared: Folder of the earlier rows.
     """
     measures = columns(rows)
     drawings = [
         drawing
-        for model, same in by_model(rows).items()
+        for model, model_rows in by_model(rows).items()
         for cost in COSTS
-        if (drawing := _draw(model, same, cost)) is not None
+        if (drawing := _draw(model, model_rows, cost)) is not None
     ]
     return _template().render(
         title=title,
@@ -112,7 +112,7 @@ def to_html(
         drawings=drawings,
         problems=problems(rows, skipped),
         compared=compared if earlier is not None else None,
-        gone=[] if earlier is None else earlier.gone(rows),
+        gone=[] if earlier is None else earlier.removed(rows),
         frame={"left": _LEFT, "right": _RIGHT, "top": _TOP, "bottom": _BOTTOM},
     )
 
@@ -129,7 +129,7 @@ def _with_fronts(rows: Sequence[Row]) -> list[tuple[Row, list[str]]]:
 
 def _cells(row: Row, measures: Sequence[Measure], earlier: Earlier | None) -> list[Cell]:
     differences = [""] * len(measures) if earlier is None else earlier.differences(row, measures)
-    return [_cell(row, m, told) for m, told in zip(measures, differences, strict=True)]
+    return [_cell(row, m, difference) for m, difference in zip(measures, differences, strict=True)]
 
 
 def _cell(row: Row, measure: Measure, difference: str) -> Cell:
@@ -151,35 +151,37 @@ def _draw(model: str, rows: Sequence[Row], cost: Measure) -> Drawing | None:
     low_x, high_x, step_x = _scale([*costs, 0.0])
     low_y, high_y, step_y = _scale([*finite, 0.0])
 
-    def place(spent: float, gain: float) -> tuple[float, float]:
+    def position(spent: float, gain: float) -> tuple[float, float]:
         x = _LEFT + (_RIGHT - _LEFT) * (spent - low_x) / (high_x - low_x)
         if gain == math.inf:
             return round(x, 1), _TOP
         share = 0.0 if gain == -math.inf else (gain - low_y) / (high_y - low_y)
         return round(x, 1), round(_BOTTOM - share * (_BOTTOM - _TOP - _EQUAL), 1)
 
-    drawn = [
-        Point(name, *place(*point), f"{cost.text(point[0])}, {SQNR.text(point[1])}", name in best)
+    drawn_points = [
+        Point(
+            name, *position(*point), f"{cost.text(point[0])}, {SQNR.text(point[1])}", name in best
+        )
         for name, point in points.items()
     ]
-    line = sorted((p.x, p.y) for p in drawn if p.best)
+    line = sorted((p.x, p.y) for p in drawn_points if p.best)
     equal = [(float(_TOP), "equal")] if len(finite) < len(points) else []
     return Drawing(
         model,
         cost.title,
-        tuple(sorted(drawn, key=lambda point: point.best)),
+        tuple(sorted(drawn_points, key=lambda point: point.best)),
         tuple(_stairs(line)),
-        tuple((place(v, 0.0)[0], cost.text(v)) for v in _ticks(low_x, high_x, step_x)),
-        (*((place(0.0, v)[1], f"{v:g} dB") for v in _ticks(low_y, high_y, step_y)), *equal),
+        tuple((position(v, 0.0)[0], cost.text(v)) for v in _ticks(low_x, high_x, step_x)),
+        (*((position(0.0, v)[1], f"{v:g} dB") for v in _ticks(low_y, high_y, step_y)), *equal),
     )
 
 
 def _scale(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the ends of a scale that has all values on it, and the distance of its ticks."""
+    """Return the ends of a scale that includes all values, and the distance of its ticks."""
     low, high = min(values), max(values)
-    wanted = (high - low or 1.0) / _TICKS
-    size = 10 ** math.floor(math.log10(wanted))
-    step = next(size * n for n in (1, 2, 5, 10) if size * n >= wanted)
+    distance = (high - low or 1.0) / _TICKS
+    size = 10 ** math.floor(math.log10(distance))
+    step = next(size * n for n in (1, 2, 5, 10) if size * n >= distance)
     return math.floor(low / step) * step, math.ceil(high / step) * step or step, step
 
 
@@ -188,7 +190,7 @@ def _ticks(low: float, high: float, step: float) -> list[float]:
 
 
 def _stairs(corners: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return a line that rises only where a corner is: in between nothing better is known."""
+    """Return a line of steps that rises only at ``corners``, since no job lies between them."""
     line = list(corners[:1])
     for x, y in corners[1:]:
         line += [(x, line[-1][1]), (x, y)]

@@ -35,18 +35,18 @@ _PROGRAMS: Final = "programs"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How a job ended.
+    """The record of an ended job.
 
     Attributes:
         key: Digest of all that its result depends on.
-        status: In short.
-        reason: What went wrong; empty if it is done.
-        result: What equal jobs have in common; empty unless it is done. See ``measuring.measure``.
-        cost: What this run of it took: ``seconds``, and if it is done ``lower_seconds`` and
-            ``peak_bytes``.
+        status: The way in which it ended.
+        reason: The error; empty if it is done.
+        result: The numbers that equal jobs share; empty unless it is done. See
+            ``measuring.measure``.
+        cost: Cost of this run: ``seconds``, and if it is done ``lower_seconds`` and ``peak_bytes``.
         latency: See ``measuring.measure_latency``; None until it has been measured, and
             ``{"reason": ...}`` if that failed.
-        limits: What it was allowed to take.
+        limits: The limits that it ran with.
     """
 
     key: str
@@ -83,7 +83,7 @@ class Record:
         return self.result.get("missing_kernels", ())
 
     def stands(self, limits: Limits) -> bool:
-        """Whether the job would end in the same way, as far as limits can tell."""
+        """Whether the job would end in the same way under ``limits``."""
         if self.status is Status.TIMED_OUT:
             return _as_tight(limits.seconds, self.limits.seconds)
         if self.status is Status.OUT_OF_MEMORY and self.limits.memory is not None:
@@ -100,7 +100,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Record:
-        """Decode what ``as_dict`` returns.
+        """Decode the result of ``as_dict``.
 
         Raises:
             OptionError: The document is not a record of this version.
@@ -154,8 +154,8 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        named = {"name": self.name, "model": self.label, "options": dict(self.options)}
-        return named | self.record.as_dict()
+        names = {"name": self.name, "model": self.label, "options": dict(self.options)}
+        return names | self.record.as_dict()
 
 
 class ResultFolder:
@@ -203,7 +203,7 @@ class ResultFolder:
         return self.path / _PROGRAMS / f"{key}.pte"
 
     def drop_program(self, key: str) -> None:
-        """Remove the ``.pte`` of a job, and the folder of all after the last."""
+        """Remove the ``.pte`` of a job, and the folder of programs once it is empty."""
         path = self.program(key)
         path.unlink(missing_ok=True)
         if path.parent.is_dir() and not any(path.parent.iterdir()):
@@ -225,7 +225,7 @@ def read_results(folder: Path) -> list[Row]:
     """Read the rows that a sweep has written.
 
     Raises:
-        OptionError: There are none, or they cannot be read.
+        OptionError: The folder has no results, or they cannot be read.
     """
     path = folder / RESULTS
     if not path.is_file():
@@ -235,13 +235,13 @@ def read_results(folder: Path) -> list[Row]:
     rows: list[Row] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         record = _decode(line, f"{path}, line {number}")
-        named = json.loads(line)
-        rows.append(Row(named["name"], named["model"], named["options"], record))
+        fields = json.loads(line)
+        rows.append(Row(fields["name"], fields["model"], fields["options"], record))
     return rows
 
 
 def with_latency(record: Record, ending: Ending) -> Record:
-    """Return a record with the latency that a process has measured, or the reason for none."""
+    """Return the record with the latency that a process measured, or the reason why it failed."""
     if ending.status is Status.DONE:
         return replace(record, latency=ending.document)
     return replace(record, latency={"reason": f"{ending.status.value}: {ending.reason}"})

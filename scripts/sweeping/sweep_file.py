@@ -8,8 +8,8 @@ Its keys::
     repeat = 10                 # runs that the latency is the median of; 0 for no latency
 
     [models.NAME]               # any number of them
-    source = "MODULE:FACTORY"   # and what else ``Model`` has
-    options = {...}             # for this model, in place of those for all
+    source = "MODULE:FACTORY"   # and other attributes of ``Model``
+    options = {...}             # for this model, in place of the common options
 
     [options]                   # lists, of which every combination becomes a job
     precision = ["float16", "float32"]
@@ -17,7 +17,7 @@ Its keys::
     target = ["auto"]
     engine = ["auto"]
 
-    [[exclude]]                 # combinations to leave out: model, and options, each one value
+    [[exclude]]                 # combinations to leave out: one value for model and options
     quantize = "int8-weight"
 
 ``samples``, ``seed``, ``data``, ``calibration`` and ``calibration_samples`` above the tables hold
@@ -59,8 +59,8 @@ class Limits:
     """The time and memory that a job may take.
 
     Attributes:
-        seconds: Time on the wall; None for any.
-        memory: Bytes of resident memory; None for any.
+        seconds: Wall-clock time; None for no limit.
+        memory: Bytes of resident memory; None for no limit.
     """
 
     seconds: float | None = None
@@ -72,8 +72,8 @@ class Skipped:
     """A combination that is no job, because its options exclude each other.
 
     Attributes:
-        name: As a job's.
-        reason: Why, for a reader.
+        name: Named like a job.
+        reason: The reason, for a reader.
     """
 
     name: str
@@ -85,12 +85,12 @@ class SweepFile:
     """A file that was read and checked.
 
     Attributes:
-        folder: The file's own, absolute.
+        folder: The folder of the file, absolute.
         jobs: In the order of the file.
         skipped: Combinations that are no jobs.
-        limits: What a job may take.
+        limits: Time and memory that a job may take.
         parallel: Jobs at a time.
-        repeat: Runs that a latency is the median of; 0 for no latency.
+        repeat: Number of runs for the median latency; 0 for no latency.
     """
 
     folder: Path
@@ -142,7 +142,9 @@ def _read(document: dict[str, Any], folder: Path) -> SweepFile:
     if not jobs:
         raise OptionError(
             "no job is left",
-            got="; ".join(f"{each.name}: {each.reason}" for each in skipped[:3])
+            got="; ".join(
+                f"{combination.name}: {combination.reason}" for combination in skipped[:3]
+            )
             or "every combination is excluded",
         )
     memory = document.get("memory")
@@ -164,15 +166,15 @@ def _combinations(document: Mapping[str, Any]) -> Iterator[Job]:
         _check_table(where, table, _MODEL)
         if "source" not in table:
             raise OptionError(f"{where}has no source", expected='source = "MODULE:FACTORY"')
-        described = common | table
-        listed = document.get("options", {}) | described.pop("options", {})
-        axes = {name: listed[name] for name in AXES if name in listed}
-        shapes = tuple(map(tuple, described.pop("input_shape", [])))
-        model = Model(input_shape=shapes, **described)
+        attributes = common | table
+        options = document.get("options", {}) | attributes.pop("options", {})
+        axes = {name: options[name] for name in AXES if name in options}
+        shapes = tuple(map(tuple, attributes.pop("input_shape", [])))
+        model = Model(input_shape=shapes, **attributes)
         for values in itertools.product(*axes.values()):
-            chosen = dict(zip(axes, values, strict=True))
+            values_by_name = dict(zip(axes, values, strict=True))
             choice = f"[{'-'.join(values)}]" if values else ""
-            yield Job(f"{label}{choice}", label, model, Options(**chosen))
+            yield Job(f"{label}{choice}", label, model, Options(**values_by_name))
 
 
 def _matches(job: Job, entry: Mapping[str, str]) -> bool:
@@ -205,7 +207,7 @@ def _obstacle(job: Job, folder: Path) -> str | None:
 
 
 def _check_table(where: str, table: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Check the keys and values of a table, which messages call ``where``."""
+    """Check the keys and values of a table; ``where`` names it in messages."""
     for name, value in table.items():
         if name not in checks:
             raise OptionError(
@@ -260,7 +262,7 @@ def _tables(name: str, value: Any) -> None:
     option_checks.list_of("tables", dict)(name, value)
 
 
-def _each(check: Check) -> Check:
+def _list_of(check: Check) -> Check:
     """Return a check that the value is a list without repetition whose items ``check`` accepts."""
 
     def check_each(name: str, value: Any) -> None:
@@ -282,7 +284,7 @@ def _models(name: str, value: Any) -> None:
         _table(f"[models.{label}]", table)
 
 
-def _one(check: Check) -> Check:
+def _single(check: Check) -> Check:
     """Return a check that the value is text that ``check`` accepts."""
 
     def check_one(name: str, value: Any) -> None:
@@ -298,7 +300,7 @@ _CHOICES: Final[Mapping[str, Check]] = {
     "target": check_target,
     "engine": check_engine,
 }
-_OPTIONS: Final = {name: _each(check) for name, check in _CHOICES.items()}
+_OPTIONS: Final = {name: _list_of(check) for name, check in _CHOICES.items()}
 
 
 def _options(name: str, value: Any) -> None:
@@ -322,7 +324,7 @@ _MODEL: Final[Mapping[str, Check]] = {
 }
 _EXCLUDED: Final[Mapping[str, Check]] = {
     "model": _text,
-    **{name: _one(check) for name, check in _CHOICES.items()},
+    **{name: _single(check) for name, check in _CHOICES.items()},
 }
 _TOP: Final[Mapping[str, Check]] = {
     "models": _models,

@@ -1,8 +1,8 @@
-"""Carries a sweep out: what its folder lacks is run, and kept as soon as it is known.
+"""Run the jobs that the folder of a sweep lacks; write each record as soon as a job has ended.
 
-First all jobs are lowered and compared, several at a time if asked. Latencies are measured after
-that, one by one, whatever ran the jobs: numbers of programs that run beside each other, or on
-several machines, could not be compared.
+First all jobs are lowered and compared, several at a time if requested. Then latencies are
+measured one by one on this machine, wherever the jobs ran: latencies of programs that run beside
+each other, or on several machines, could not be compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coreml_delegate.scripts.sweeping.records import Record, ResultFolder, with_
 from coreml_delegate.scripts.sweeping.sweep_file import SweepFile
 
 Finished: TypeAlias = Callable[[int, Ending, Path], None]
-"""Gets the number of a task that has ended, how, and the place of its ``.pte``."""
+"""Gets the number of an ended task, its ending, and the path of its ``.pte``."""
 
 Runner: TypeAlias = Callable[[Sequence[Task], Finished], None]
 """Runs tasks, and reports each when it has ended."""
@@ -30,11 +30,11 @@ TO_TIME: Final = "to measure the latency of"
 
 
 class Sweep:
-    """Jobs, and the folder that has what is known of them.
+    """Jobs, and the folder with their records.
 
     Args:
         file: The file.
-        jobs: Those of the file that count.
+        jobs: The chosen jobs of the file.
         folder: The folder.
         keep_programs: Whether the ``.pte`` of each job remains in the folder.
 
@@ -56,12 +56,12 @@ class Sweep:
         self._jobs = [(job, key(job, file.folder)) for job in jobs]
 
     def missing(self, *, retry: bool = False) -> Iterator[tuple[Job, str]]:
-        """Yield each job with what there is to do: ``TO_RUN``, ``TO_TIME`` or nothing."""
+        """Yield each job with its missing work: ``TO_RUN``, ``TO_TIME`` or an empty text."""
         for job, digest in self._jobs:
             yield job, self._missing(digest, retry=retry)
 
     def run(self, runner: Runner, *, retry: bool = False) -> list[Record]:
-        """Run what is missing.
+        """Run the missing work.
 
         Args:
             runner: Runs the jobs; latencies are measured here.
@@ -106,7 +106,7 @@ class Sweep:
 
     def _run_jobs(self, missing: dict[str, Job], runner: Runner) -> None:
         digests = list(missing)
-        left = [Task(missing[digest]) for digest in digests]
+        tasks = [Task(missing[digest]) for digest in digests]
         ended = 0
 
         def finished(number: int, ending: Ending, program: Path) -> None:
@@ -116,9 +116,9 @@ class Sweep:
             if record.is_done and (self._keep_programs or self._file.repeat):
                 self._folder.keep_program(record.key, program)
             self._folder.write(record)
-            _tell(ended, len(left), left[number].job, _describe(record))
+            _note_progress(ended, len(tasks), tasks[number].job, _describe(record))
 
-        runner(left, finished)
+        runner(tasks, finished)
 
     def _measure_latencies(self) -> None:
         jobs = {
@@ -139,8 +139,8 @@ class Sweep:
             if not self._keep_programs:
                 self._folder.drop_program(record.key)
             latency = LATENCY.value(record)
-            told = f"no latency: {ending.reason}" if latency is None else LATENCY.text(latency)
-            _tell(number + 1, len(tasks), tasks[number].job, told)
+            text = f"no latency: {ending.reason}" if latency is None else LATENCY.text(latency)
+            _note_progress(number + 1, len(tasks), tasks[number].job, text)
 
         run_all(tasks, self._file.folder, self._file.limits, 1, finished)
 
@@ -152,22 +152,22 @@ class Sweep:
 
 
 def run_here(file: SweepFile, parallel: int) -> Runner:
-    """Return a runner of this machine.
+    """Return a runner on this machine.
 
     Args:
-        file: Has the folder and the limits.
+        file: The sweep, for its folder and limits.
         parallel: Jobs at a time.
     """
     return lambda tasks, finished: run_all(tasks, file.folder, file.limits, parallel, finished)
 
 
-def _tell(number: int, total: int, job: Job, what: str) -> None:
-    console.note(f"[{number}/{total}] {job.name}: {what}")
+def _note_progress(number: int, total: int, job: Job, text: str) -> None:
+    console.note(f"[{number}/{total}] {job.name}: {text}")
 
 
 def _describe(record: Record) -> str:
     if record.status is not Status.DONE:
         return f"{record.status.value}: {record.reason}"
     values = ((measure, measure.value(record)) for measure in (SQNR, SIZE))
-    told = [measure.text(value) for measure, value in values if value is not None]
-    return ", ".join([*told, f"{record.cost['seconds']:.1f} s"])
+    texts = [measure.text(value) for measure, value in values if value is not None]
+    return ", ".join([*texts, f"{record.cost['seconds']:.1f} s"])

@@ -13,11 +13,11 @@ from coreml_delegate.scripts.sweeping.sweep_file import Skipped
 def to_table(
     rows: Sequence[Row], skipped: Sequence[Skipped] = (), earlier: Earlier | None = None
 ) -> str:
-    """Return the rows with all measures, and below them what went wrong.
+    """Return the rows with all measures, and the problems below them.
 
     Args:
         rows: The rows.
-        skipped: Combinations that were no jobs.
+        skipped: Combinations that are no jobs.
         earlier: Rows to compare with, or None.
     """
     best = fronts(rows)
@@ -38,8 +38,8 @@ def to_table(
             *((row.name, *earlier.differences(row, measures)) for row in rows),
         ]
         parts.append(console.columns(compared))
-        parts += [f"{name}: no longer there" for name in earlier.gone(rows)]
-    parts += [f"{name}: {told}" for name, told in problems(rows, skipped)]
+        parts += [f"{name}: no longer there" for name in earlier.removed(rows)]
+    parts += [f"{name}: {problem}" for name, problem in problems(rows, skipped)]
     return "\n".join(parts)
 
 
@@ -48,14 +48,16 @@ def problems(rows: Sequence[Row], skipped: Sequence[Skipped] = ()) -> list[tuple
 
     Jobs may lack a result, a latency, or kernels for operations that stay on the CPU.
     """
-    told: list[tuple[str, str]] = []
+    listed: list[tuple[str, str]] = []
     for row in rows:
         record = row.record
         if not record.is_done:
-            told.append((row.name, f"{record.status.value}: {record.reason}"))
+            listed.append((row.name, f"{record.status.value}: {record.reason}"))
         elif record.latency is not None and "reason" in record.latency:
-            told.append((row.name, f"no latency: {record.latency['reason']}"))
+            listed.append((row.name, f"no latency: {record.latency['reason']}"))
         if record.missing_kernels:
             operators = ", ".join(record.missing_kernels)
-            told.append((row.name, f"no device loads it: no kernel for {operators}"))
-    return told + [(each.name, f"skipped: {each.reason}") for each in skipped]
+            listed.append((row.name, f"no device loads it: no kernel for {operators}"))
+    return listed + [
+        (combination.name, f"skipped: {combination.reason}") for combination in skipped
+    ]

@@ -356,7 +356,7 @@ def test_the_report_on_static_quantization(capsys):
     given = ("--quantize", "int8-static", "--calibration", SAMPLES, "--target-sqnr", "200")
     assert report(*given, "--json") == 0
     captured = capsys.readouterr()
-    assert "warning: no mixture of modes reaches 200 dB; the one suggested has " in captured.err
+    assert "warning: no mixture of modes reaches 200 dB; the suggested mixture has " in captured.err
     document = json.loads(captured.out)
     assert {layer["kind"] for layer in document["layers"]} == {"linear"}
     assert document["uniform"]["sqnr_db"] > SQNR_INT8

@@ -265,9 +265,9 @@ def test_options_are_those_of_the_first_engine(tiny, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["other.pte", "--against", "reference"], "--against takes a program alone"),
-        (["--against", "reference", "--input-shape", "1,2"], "--against takes a program alone"),
-        (["--against", "reference", "--etrecord", "x"], "--against takes a program alone"),
+        (["other.pte", "--against", "reference"], "--against takes only a program"),
+        (["--against", "reference", "--input-shape", "1,2"], "--against takes only a program"),
+        (["--against", "reference", "--etrecord", "x"], "--against takes only a program"),
         (["--engine", "openvino", "--against", "openvino"], "are both openvino"),
         (["--against", "auto"], "invalid choice: 'auto'"),
     ],

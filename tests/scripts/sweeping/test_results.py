@@ -208,7 +208,7 @@ def test_differences_from_an_earlier_sweep():
     assert (told[1][size], told[1][latency], told[1][sqnr]) == ("+0.0%", "-50.0%", "-1.5 dB")
     assert told[2][0] == "was crashed"
     assert told[3][0] == "new"
-    assert earlier.gone(ROWS) == ["net[dropped]"]
+    assert earlier.removed(ROWS) == ["net[dropped]"]
     assert "net[dropped]: no longer there" in to_table(ROWS, earlier=earlier)
     assert "no longer" not in to_table(ROWS, earlier=Earlier(ROWS))
 

@@ -66,7 +66,7 @@ def test_jobs_give_what_export_and_verify_give(capsys):
     assert kept.read_bytes() == program
     # Nothing is missing now, not even the job that failed.
     assert _sweep(text, "--keep-programs", "--list") == 0
-    assert capsys.readouterr().out == "net: there already\nfailing: there already\n"
+    assert capsys.readouterr().out == "net: nothing to do\nfailing: there already\n"
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_sweep_goes_on_and_runs_only_what_is_missing(capsys, monkeypatch):
     assert _sweep(f"repeat = 3\n{_CLASSIFIER}{options}", "--list") == 0
     assert capsys.readouterr().out == "net[float16]: to run\n"
     assert _sweep(f"repeat = 0\n{_CLASSIFIER}{options}", "--list") == 0
-    assert capsys.readouterr().out == "net[float16]: there already\n"
+    assert capsys.readouterr().out == "net[float16]: nothing to do\n"
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_a_job_that_ends_badly_costs_one_job(capsys, folder):
         "net": "done",
     }
     assert "ending: crashed: ended by SIGSEGV" in out
-    assert "of memory, allowed are 2.1 GB" in found["insatiable"]["reason"]
+    assert "of memory; the limit is 2.1 GB" in found["insatiable"]["reason"]
     assert leftovers(temporary) == set()
     # The crash is known by now; it runs again if asked.
     capsys.readouterr()
@@ -131,7 +131,7 @@ def test_a_time_limit_ends_a_job_and_a_longer_one_tries_again(capsys, monkeypatc
     text = f"repeat = 0\n{_model('endless')}"
     assert _sweep(f"timeout = 2\n{text}") == 1
     assert "endless: timed out: took more than 2 s" in capsys.readouterr().out
-    for limit, missing in (("timeout = 2\n", "there already"), ("timeout = 3\n", "to run")):
+    for limit, missing in (("timeout = 2\n", "nothing to do"), ("timeout = 3\n", "to run")):
         assert _sweep(f"{limit}{text}", "--list") == 0
         assert capsys.readouterr().out == f"endless: {missing}\n"
 

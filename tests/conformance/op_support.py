@@ -38,7 +38,7 @@ Every op that coremltools {coremltools} registers, by the first opset that has i
 
 - `12`: twelve of coremltools' own tests with the op in their program ran and passed; `11/12`: one
   of them did not.
-- `yes`: the engine has the op, and none of the tests that were run reaches it.
+- `yes`: the engine has the op, but no test that was run reaches it.
 - `no`: the engine declines it, and the program runs on the reference engine.
 """
 

@@ -23,11 +23,11 @@ Written by `make jax-suite`; do not edit.
 Every call of a primitive in JAX's own test harnesses (JAX {jax}, {all} calls) is lowered to
 StableHLO, compiled, run on the reference engine and on OpenVINO, and compared with JAX on the CPU.
 
-- {excluded} are left out: their arguments have element types that Core ML cannot carry (complex
+- {excluded} are left out: their arguments have element types that Core ML does not have (complex
   numbers, bfloat16, 8-bit floats, 64 bits) or are keys, or JAX has no kernel for the CPU.
 - Of the other {run}, {passed} pass ({share:.1f} %), {refused} are refused with a reason, {wrong}
   are wrong on an engine, and {crashed} end in another error.
-- OpenVINO declines {declined} of those that pass; they pass on the reference engine.
+- OpenVINO declines {declined} of the calls that pass; they pass on the reference engine.
 """
 
 
@@ -63,7 +63,7 @@ def _rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _reasons(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield why harnesses do not pass, with the place in the source left out."""
+    """Yield the reasons why harnesses do not pass, without locations in the source."""
     reasons: Counter[tuple[str, str]] = Counter()
     for found in results.values():
         if found["outcome"] in (suite.REFUSED, suite.WRONG, suite.CRASHED):

@@ -9,25 +9,25 @@ from regressions import RECORDS, Here, Regression
 
 PAGE = Path(__file__).parents[2] / "docs" / "regressions.md"
 _INTRODUCTION = """\
-# Wrong results upstream, and what becomes of them here
+# Wrong results upstream, and how they are handled here
 
 Written by `make regressions`; do not edit.
 
 coremltools 9.0 converts some calls to programs that compute something else, or that the device
-cannot run, and says nothing. These are the reports about its converter that came after that
-release, and those about ExecuTorch's own Core ML backend. `tests/regressions` makes the calls of
-each, with the arguments that show the error, lowers them in fp16 and fp32, and compares both
-engines with PyTorch. What is said of Apple's devices is as reported: the tests run without one.
+cannot run, without an error. These are the reports about its converter since that release, and
+the reports about ExecuTorch's own Core ML backend. `tests/regressions` makes the calls of each
+report, with the arguments that show the error, lowers them in fp16 and fp32, and compares both
+engines with PyTorch. Statements about Apple's devices are as reported: the tests run without one.
 """
 _HEADINGS = {
-    Here.REPAIRED: "Rewritten since",
-    Here.DELEGATED: "Delegated, and right",
+    Here.REPAIRED: "Rewritten here",
+    Here.DELEGATED: "Delegated, and correct",
     Here.REFUSED: "Stays on the CPU",
     Here.NOT_CONCERNED: "Does not apply",
 }
 _WHAT = {
     Here.REPAIRED: "how it is computed here",
-    Here.DELEGATED: "why it is right here",
+    Here.DELEGATED: "why it is correct here",
     Here.REFUSED: "why it is not delegated",
     Here.NOT_CONCERNED: "why not",
 }

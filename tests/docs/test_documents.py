@@ -18,10 +18,10 @@ from support import checkpoints
 from support.documents import (
     COMMAND,
     FIRST,
+    NOT_RUN,
     REASONS,
     ROOT,
     RUN,
-    SHOWN,
     Reader,
     blocks,
     commands,
@@ -121,14 +121,14 @@ def _follow(page: Path, reader: Reader) -> None:
         printed = reader.follow(block)
         shown = block.output
         if shown is not None:
-            assert missing(printed, shown.text) == [], f"{shown.place}:\n{printed}"
+            assert missing(printed, shown.text) == [], f"{shown.location}:\n{printed}"
 
 
 def test_nothing_to_run_hides_in_a_block_that_is_shown() -> None:
     typed = re.compile(rf"^\s*(\$ |{COMMAND} |python3? |pip |make\b|cmake )", re.MULTILINE)
     for block in BLOCKS:
-        assert block.language in (*RUN, *SHOWN), block.place
-        assert block.language in RUN or not typed.search(block.text), block.place
+        assert block.language in (*RUN, *NOT_RUN), block.location
+        assert block.language in RUN or not typed.search(block.text), block.location
 
 
 def test_blocks_that_are_not_run_say_why() -> None:
@@ -141,7 +141,7 @@ def _typed_commands() -> Iterator[tuple[str, list[str]]]:
         if block.language == "sh" and not block.is_followed:
             for words in commands(block):
                 if words[0] == COMMAND:
-                    yield block.place, words
+                    yield block.location, words
 
 
 def test_commands_that_are_not_run_have_valid_arguments() -> None:

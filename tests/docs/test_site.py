@@ -85,7 +85,7 @@ def test_the_reference_has_what_pages_import(reference: Any) -> None:
             for node in ast.walk(ast.parse(block.text)):
                 if isinstance(node, ast.ImportFrom) and "coreml_delegate" in str(node.module):
                     names = {f"{node.module}.{alias.name}" for alias in node.names}
-                    assert names <= known, f"{block.place}: {sorted(names - known)}"
+                    assert names <= known, f"{block.location}: {sorted(names - known)}"
 
 
 # The examples, which ``python -m tests.docs.example_pages`` writes

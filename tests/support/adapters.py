@@ -19,7 +19,7 @@ Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def targets(model: Any, ends: Sequence[str]) -> dict[str, Any]:
-    """Modules of a model whose names end so."""
+    """Modules of a model whose names end with a suffix."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -30,30 +30,30 @@ def targets(model: Any, ends: Sequence[str]) -> dict[str, Any]:
 def matrices(
     model: Any, ends: Sequence[str], rank: int = 4, seed: int = 1, size: float = 0.2
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Random matrices for the modules whose names end so; an embedding has tokens as inputs."""
+    """Random matrices for the modules with a suffix; an embedding has tokens as inputs."""
     random = torch.Generator().manual_seed(seed)
-    made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, module in targets(model, ends).items():
         outputs, inputs = module.weight.shape
         if not isinstance(module, nn.Linear):  # GPT-2's layers have inputs in front, too
             outputs, inputs = inputs, outputs
-        made[name] = (
+        pairs[name] = (
             size * torch.randn(rank, inputs, generator=random),
             size * torch.randn(outputs, rank, generator=random),
         )
-    return made
+    return pairs
 
 
 def save_adapter(
     folder: Path,
     model: Any,
-    given: Matrices,
+    pairs: Matrices,
     magnitudes: Mapping[str, torch.Tensor] | None = None,
     **options: Any,
 ) -> Path:
-    """Save matrices as peft does; ``options`` are those of ``adapter_config.json``."""
+    """Save matrices as peft does; ``options`` go to ``adapter_config.json``."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, (down, up) in given.items():
+    for name, (down, up) in pairs.items():
         embedding = isinstance(model.get_submodule(name), nn.Embedding)
         parts = (
             ("lora_embedding_A", "lora_embedding_B")
@@ -67,7 +67,7 @@ def save_adapter(
         tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = magnitude
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    first = next(iter(given.values()))
+    first = next(iter(pairs.values()))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -77,7 +77,7 @@ def save_adapter(
         "modules_to_save": None,
         "r": first[0].shape[0],
         "lora_alpha": 8,
-        "target_modules": sorted({name.rpartition(".")[2] for name in given}),
+        "target_modules": sorted({name.rpartition(".")[2] for name in pairs}),
         **options,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -87,13 +87,13 @@ def save_adapter(
 @torch.no_grad()
 def merged(
     model: Any,
-    given: Matrices,
+    pairs: Matrices,
     scale: float | Mapping[str, float],
     magnitudes: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
-    """A copy of a model of transformers whose weights are changed, in fp64 and rounded."""
+    """A copy of a transformers model with merged weights, added in fp64 and rounded."""
     changed = copy.deepcopy(model)
-    for name, (down, up) in given.items():
+    for name, (down, up) in pairs.items():
         module = changed.get_submodule(name)
         factor = scale if isinstance(scale, float) else scale[name]
         turned = not isinstance(module, nn.Linear)  # [inputs, outputs]

@@ -1,4 +1,4 @@
-"""A headless browser, where there is one."""
+"""A headless browser, if the machine has one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ needs_browser = pytest.mark.skipif(_BROWSER is None, reason="no Chromium on this
 
 
 def rendered(page: Path, fragment: str = "", *options: str) -> str:
-    """The document that a page is once its scripts have run, without a network.
+    """The document of a page after its scripts have run, without a network.
 
     Args:
         page: The file to open.
-        fragment: What follows ``#`` in its address.
+        fragment: Text after ``#`` in its address.
         *options: More options of the browser.
     """
     command = [

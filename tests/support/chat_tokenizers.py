@@ -27,7 +27,7 @@ REFUSING = (
 
 
 def bpe() -> tokenizers.Tokenizer:
-    """A byte-level BPE trained on a few words, with control tokens behind the others."""
+    """A byte-level BPE trained on a few words, with control tokens after the other tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def save(folder: Path, template: str | None = TURNS, **config: Any) -> Path:
     """Save a tokenizer as ``transformers`` does; returns the folder.
 
     Args:
-        folder: Made if it does not exist.
+        folder: Created if it does not exist.
         template: Content of ``chat_template.jinja``; None for no such file.
         config: Further keys of ``tokenizer_config.json``.
     """

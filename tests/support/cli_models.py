@@ -33,7 +33,7 @@ def tiny():
 
 
 def classifier():
-    """The delegated half alone, to be given an input shape."""
+    """Only the delegated half; needs ``--input-shape``."""
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
@@ -83,7 +83,7 @@ def data_dependent():
 
 
 class InDoubles(nn.Module):
-    """Nothing for Core ML."""
+    """A model that Core ML does not take."""
 
     def forward(self, x):
         return torch.sin(x)
@@ -94,7 +94,7 @@ def in_doubles():
 
 
 class Leaky(nn.Module):
-    """Nothing for ExecuTorch: the op has no out variant."""
+    """A model that ExecuTorch cannot lower: the op has no out variant."""
 
     def forward(self, x):
         return nn.functional.rrelu(x, training=True)
@@ -105,7 +105,7 @@ def leaky():
 
 
 class LeastSquares(nn.Module):
-    """Nothing for torch.export."""
+    """A model that ``torch.export`` refuses."""
 
     def forward(self, x):
         return torch.linalg.lstsq(x, x)[0]
@@ -131,7 +131,7 @@ class Result:
 
 
 class Unusual(nn.Module):
-    """Operators outside the core ATen opset, and a result in many containers."""
+    """Operators outside the core ATen opset, and a result in nested containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def unusual():
 
 
 def stalling():
-    """A model whose conversion says that it has begun, by ``$STALLED``, and does not end."""
+    """A model whose conversion signals its start by ``$STALLED`` and does not end."""
 
     convert = coremltools().convert
 
@@ -226,7 +226,7 @@ def overflowing():
 
 
 class Sensitive(nn.Module):
-    """Three layers, of which the middle one has a large weight, for an input of 0, in each row."""
+    """Three layers; the middle layer has a large weight in each row, for an input of 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Sensitive(nn.Module):
 
 
 class Squares(nn.Module):
-    """Integers whose squares may be beyond int32, and what is left of them."""
+    """Integers whose squares may be beyond int32, and the squares' remainders."""
 
     def forward(self, x):
         squares = x * x
@@ -290,7 +290,7 @@ def attending():
 
 
 class Keyworded(nn.Module):
-    """Inputs that are told apart by their effect on the result."""
+    """Inputs with different effects on the result."""
 
     def __init__(self):
         super().__init__()
@@ -301,7 +301,7 @@ class Keyworded(nn.Module):
 
 
 def keyworded():
-    """Keyword inputs beside a positional one, in another order than that of ``forward``."""
+    """Keyword inputs beside a positional input, in another order than in ``forward``."""
     keywords = {"rows": torch.randn(5, 4), "factor": torch.rand(2, 8)}
     return Keyworded(), (torch.randn(2, 8),), keywords
 
@@ -318,7 +318,7 @@ def unknown_keyword():
 
 
 class Spectrum(nn.Module):
-    """Returns complex numbers, which a program cannot."""
+    """Returns complex numbers, which a program cannot return."""
 
     def forward(self, x):
         return torch.fft.rfft(x)
@@ -341,7 +341,7 @@ class Step:
 
 
 class Stepping(nn.Module):
-    """Every kind of container, and a written member of one."""
+    """Every kind of container, and a member that the model writes."""
 
     def __init__(self):
         super().__init__()
@@ -369,7 +369,7 @@ def decoder_with_cache():
 
 
 def bert():
-    """A model of transformers, with what its tokenizers return."""
+    """A transformers model, with inputs as its tokenizers return them."""
     from transformers import BertConfig, BertModel
 
     config = BertConfig(
@@ -385,7 +385,7 @@ def bert():
 
 
 def stalling_calibration():
-    """A model whose calibration says that it has begun, by ``$STALLED``, and does not end."""
+    """A model whose calibration signals its start by ``$STALLED`` and does not end."""
     from torchao.quantization.pt2e import quantize_pt2e
 
     def stall(*_args, **_keywords):
@@ -402,21 +402,21 @@ def ending():
 
 
 def endless():
-    """A model whose loading says that it has begun, by ``$STALLED``, and does not end."""
+    """A model whose loading signals its start by ``$STALLED`` and does not end."""
     Path(os.environ["STALLED"]).touch()
     time.sleep(600)
 
 
 def insatiable():
     """A model that takes memory until it is stopped."""
-    held = []
+    buffers = []
     while True:
-        held.append(torch.ones(10_000_000))
+        buffers.append(torch.ones(10_000_000))
         time.sleep(0.02)
 
 
 def stalling_once():
-    """A model whose first loading says that it has begun, by ``$STALLED``, and does not end."""
+    """A model whose first loading signals its start by ``$STALLED`` and does not end."""
     stalled = Path(os.environ["STALLED"])
     if not stalled.exists():
         stalled.write_text(str(os.getppid()))
@@ -425,6 +425,6 @@ def stalling_once():
 
 
 def ending_its_parent():
-    """A model that ends the process that has started this one."""
+    """A model that ends the parent process."""
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)

@@ -1,4 +1,4 @@
-"""Running ``coreml-delegate``, in this process or its own."""
+"""Running ``coreml-delegate``, in this process or in a separate process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny_pte() -> bytes:
 
 
 def start(*args: object, stdin: int | None = None, **environment: object) -> subprocess.Popen[str]:
-    """Start the command in a process of its own, with its output piped."""
+    """Start the command in a separate process, with its output piped."""
     return subprocess.Popen(
         [sys.executable, "-m", "coreml_delegate.scripts", *map(str, args)],
         stdin=stdin,

@@ -1,4 +1,4 @@
-"""Models that torchao's ``quantize_`` compresses, and what is stored of a lowered one."""
+"""Models that torchao's ``quantize_`` compresses, and the stored sizes of their weights."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ def compressed(config: Any, module: nn.Module | None = None, filter_fn: Any = is
 def stored_sizes(edge: Any) -> list[int]:
     """Bytes of every weight in the weight files of a program's delegates, the largest first.
 
-    Read from the files, not from what the programs say of them.
+    Read from the files, not from the programs' own declarations.
     """
     modules = edge.exported_program().graph_module
-    found: list[int] = []
+    sizes: list[int] = []
     for node in modules.graph.nodes:
         if node.op != "get_attr" or "lowered_module" not in str(node.target):
             continue
         for name, content in unflatten(getattr(modules, node.target).processed_bytes).items():
             if not name.endswith("weight.bin"):
                 continue
-            place = ALIGNMENT
-            while place < content.nbytes:
-                record = read_record(name, content, place)
-                found.append(record.size)
+            offset = ALIGNMENT
+            while offset < content.nbytes:
+                record = read_record(name, content, offset)
+                sizes.append(record.size)
                 end = record.start + record.size
-                place = end + -end % ALIGNMENT
-    return sorted(found, reverse=True)
+                offset = end + -end % ALIGNMENT
+    return sorted(sizes, reverse=True)

@@ -1,7 +1,7 @@
 """Core ML's compute plans on any machine: coremltools' own classes around a stand-in of its proxy.
 
-The native module of coremltools, which asks Core ML, exists on macOS alone. In its place stands a
-proxy that is as strict: it takes a compiled model, knows only its own operations, and gives devices
+The native module of coremltools, which asks Core ML, exists only on macOS. A proxy that is as
+strict replaces it: it takes a compiled model, knows only its own operations, and gives devices
 of coremltools' classes.
 """
 
@@ -58,7 +58,9 @@ class _Plan:
 
 def _operations(structure: Any) -> list[Any]:
     def of(block: Any) -> list[Any]:
-        nested = [each for op in block.operations for inner in op.blocks for each in of(inner)]
+        nested = [
+            operation for op in block.operations for inner in op.blocks for operation in of(inner)
+        ]
         return [*block.operations, *nested]
 
     return [op for f in structure.program.functions.values() for op in of(f.block)]
@@ -98,9 +100,9 @@ class Mac:
 
     Args:
         monkeypatch: Pytest's.
-        folder: Where compiled models lie.
-        units: The processor that ops of a type run on; the neural engine for others, and None for
-            those that Core ML says nothing about.
+        folder: Folder of the compiled models.
+        units: Processor by op type; the neural engine for other types, and None for ops that
+            Core ML says nothing about.
 
     Attributes:
         asked: Names of the compute units that plans were asked for.

@@ -1,11 +1,11 @@
 """Stand-ins for Core ML on a machine without it.
 
 ``strict`` stands in for ``libcoremlpython``, the library by which coremltools calls Core ML, and
-refuses what the library or Core ML refuses, and a few things more that Core ML forgives and an
-engine must not count on. Behind it computes the reference engine. ``executing`` is the patch of
-this package, which takes whatever it can convert.
+refuses all that the library or Core ML refuses, and some arguments that Core ML accepts but an
+engine must not rely on. It computes by the reference engine. ``executing`` is the patch of this
+package, which accepts every argument that it can convert.
 
-The strict one was written from ``CoreMLPython.mm``, ``CoreMLPythonArray.mm`` and
+The strict stand-in was written from ``CoreMLPython.mm``, ``CoreMLPythonArray.mm`` and
 ``CoreMLPythonUtils.mm`` of coremltools as published, and Core ML's documentation. Neither was
 compared with a Mac.
 """
@@ -43,7 +43,7 @@ _DECLARED = {"fp16": "float32", "fp32": "float32", "fp64": "float64", "int32": "
 
 @dataclass
 class Loaded:
-    """What models were loaded with, and how often: each entry is what the proxy was given."""
+    """The arguments that models were loaded with: one entry for each proxy."""
 
     paths: list[Path] = field(default_factory=list)
     compute_units: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Proxy:
         asset: object = None,
     ) -> None:
         texts = (path, compute_units, function_name)
-        if not all(isinstance(each, str) for each in texts) or type(optimization_hints) is not dict:
+        if not all(isinstance(text, str) for text in texts) or type(optimization_hints) is not dict:
             raise TypeError("__init__(): incompatible constructor arguments.")
         assert asset is None
         assert compute_units in _COMPUTE_UNITS
@@ -135,17 +135,17 @@ class Proxy:
         results = self._model.predict(arrays, state.held if state else None)
         self._duration = 1
         # In no order that a caller might count on.
-        return {name: _given(results[name]) for name in sorted(results, reverse=True)}
+        return {name: _as_declared(results[name]) for name in sorted(results, reverse=True)}
 
     def batchPredict(self, data: list[dict[str, Any]]) -> list[dict[str, np.ndarray]]:
-        return [self.predict(each, None) for each in data]
+        return [self.predict(sample, None) for sample in data]
 
     def get_last_predict_duration_in_nano_seconds(self) -> int | None:
         return self._duration
 
 
 def _as_array(value: Any) -> np.ndarray:
-    """Return the array that the library makes of a value, which is the same memory."""
+    """Return the array that the library makes of a value, in the same memory."""
     refused = (
         not isinstance(value, np.ndarray)
         or (value.dtype.kind, value.dtype.itemsize) not in {("i", 4), ("f", 4), ("f", 8)}
@@ -165,12 +165,12 @@ def _check(feature: Feature, array: np.ndarray) -> None:
     if str(array.dtype) != _DECLARED[feature.type.dtype.label]:
         raise RuntimeError(f"Feature {feature.name} is of another type than {array.dtype}.")
     fixed = feature.type.shape
-    wanted = None if feature.shapes or feature.bounds or fixed is None else fixed or (1,)
-    if not array.size or (wanted is not None and array.shape != wanted):
-        raise RuntimeError(f"MultiArray shape {array.shape} does not match {wanted}.")
+    shape = None if feature.shapes or feature.bounds or fixed is None else fixed or (1,)
+    if not array.size or (shape is not None and array.shape != shape):
+        raise RuntimeError(f"MultiArray shape {array.shape} does not match {shape}.")
 
 
-def _given(array: np.ndarray) -> np.ndarray:
+def _as_declared(array: np.ndarray) -> np.ndarray:
     is_half = array.dtype == np.float16
     return (array.astype(np.float32) if is_half else array).reshape(array.shape or (1,))
 
@@ -180,11 +180,11 @@ def strict(macos: tuple[int, int] = SEQUOIA, newest: int = 9) -> Generator[Loade
     """Let this machine look like a Mac, with the strict stand-in.
 
     Args:
-        macos: Its version.
-        newest: The newest specification version that its Core ML reads.
+        macos: The version of macOS.
+        newest: The newest specification version that Core ML reads.
 
     Yields:
-        What models are loaded with.
+        The arguments that models are loaded with.
     """
     loaded = Loaded()
     members = {"macos": macos, "newest": newest, "loaded": loaded}
@@ -198,7 +198,7 @@ def strict(macos: tuple[int, int] = SEQUOIA, newest: int = 9) -> Generator[Loade
 
 @contextmanager
 def executing() -> Generator[None]:
-    """Let this machine look like a Mac, with the patch of this package for Core ML."""
+    """Let this machine look like a Mac, with this package's patch in place of Core ML."""
     with runtime.patch_coremltools("reference"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "has_core_ml", lambda: True)
         yield

@@ -1,8 +1,8 @@
 """Damage to serialized MIL programs: to fields of the message, to bytes of the weights.
 
-What is damaged and how is asked of ``choose(n)``, which gives an integer below ``n``: Hypothesis, a
-fuzzer or a random generator can all decide it. A sample is the specification and the weight file in
-one run of bytes, the length of the specification first.
+``choose(n)``, which returns an integer below ``n``, decides on the damage: Hypothesis, a fuzzer or
+a random generator can all provide it. A sample is the length of the specification, the
+specification and the weight file, as bytes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _LENGTH = struct.Struct("<I")
 _WEIGHTS = "weights/weight.bin"
 
 CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
-"""Samples to damage, and damaged ones (``found-*``) that were findings once."""
+"""Samples to damage, and damaged samples (``found-*``) that once failed."""
 
 MAX_TURNS = 200
-"""Most turns of a loop, so that an endless one is refused quickly; see ``limits.MAX_TURNS``."""
+"""Most turns of a loop, so that an endless loop is refused quickly; see ``limits.MAX_TURNS``."""
 
 _INTEGERS = (0, 1, 2, 3, 5, 7, 31, 64, 255, 65536, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1)
 _FLOATS = (
@@ -62,12 +62,12 @@ _SIGNED = {
 
 
 def pack(spec: bytes, weights: bytes = b"") -> bytes:
-    """One run of bytes of a specification and a weight file."""
+    """Pack a specification and a weight file into one sample."""
     return _LENGTH.pack(len(spec)) + spec + weights
 
 
 def unpack(sample: bytes) -> tuple[bytes, bytes]:
-    """The specification and the weight file of a sample; any bytes are one."""
+    """Unpack a sample, which may be any bytes: the specification and the weight file."""
     if len(sample) < _LENGTH.size:
         return sample, b""
     end = _LENGTH.size + _LENGTH.unpack_from(sample)[0]
@@ -86,11 +86,11 @@ NATIVE = "native"
 
 
 def execute(sample: bytes, engine: str) -> list[CoreMLDelegateError]:
-    """Read a sample and run its functions; errors of ours are returned, any other is raised.
+    """Read a sample and run its functions; return this package's errors, raise all others.
 
     Args:
         sample: See above.
-        engine: An engine's name, or ``NATIVE``: then calls give what they give in Python.
+        engine: An engine's name, or ``NATIVE`` to compare calls without and with Python.
     """
     is_native = engine == NATIVE
     engine = OPENVINO.name if is_native else engine
@@ -117,17 +117,17 @@ def execute(sample: bytes, engine: str) -> list[CoreMLDelegateError]:
 
 
 def _check_native_calls(model: Model, inputs: dict[str, np.ndarray]) -> None:
-    """Compare calls without Python with calls in Python: two, with states of their own."""
+    """Compare two calls without Python, on their own states, with the calls in Python."""
     state, other = model.make_state(), model.make_state()
     call = model.native_call(tuple(inputs), model.output_names, other)
     for _ in range(2):  # the second finds everything bound
         results = model.predict(inputs, state)
         if call is None:
             continue
-        others = {name: np.full_like(array, 1) for name, array in results.items()}
-        arguments = native_arguments(*inputs.values(), *others.values())
+        native_results = {name: np.full_like(array, 1) for name, array in results.items()}
+        arguments = native_arguments(*inputs.values(), *native_results.values())
         code = NATIVE_RUN(call.run)(call.model, arguments, len(arguments), None, None)
-        if code == 0 and not _are_equal(results, others):
+        if code == 0 and not _are_equal(results, native_results):
             raise AssertionError("a native call gives something else")
         if code != 0:
             return
@@ -136,18 +136,18 @@ def _check_native_calls(model: Model, inputs: dict[str, np.ndarray]) -> None:
 
 
 def native_arguments(*arrays: np.ndarray) -> Any:
-    """Return the arguments of a native call; the arrays have to outlive it, and be contiguous."""
-    made = (NativeArgument * len(arrays))()
-    for argument, array in zip(made, arrays, strict=True):
+    """Return the arguments of a native call; the arrays have to be contiguous and outlive it."""
+    arguments = (NativeArgument * len(arrays))()
+    for argument, array in zip(arguments, arrays, strict=True):
         argument.data, argument.rank = array.ctypes.data, array.ndim
         argument.sizes = (ctypes.c_int32 * array.ndim)(*array.shape)
         argument.type = SCALAR_TYPES[array.dtype.name]
-    return made
+    return arguments
 
 
-def _are_equal(results: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> bool:
-    return results.keys() == others.keys() and all(
-        np.array_equal(results[n], others[n], equal_nan=results[n].dtype.kind == "f")
+def _are_equal(results: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
+    return results.keys() == expected.keys() and all(
+        np.array_equal(results[n], expected[n], equal_nan=results[n].dtype.kind == "f")
         for n in results
     )
 
@@ -163,12 +163,12 @@ def _inputs(model: Model) -> dict[str, np.ndarray]:
 
 
 def damage(sample: bytes, choose: Choose, *, times: int = 1) -> bytes:
-    """``sample`` with something wrong: a field, a subtree, or bytes of the weights."""
+    """``sample`` with one damage: to a field, a subtree, or bytes of the weights."""
     spec, weights = unpack(sample)
     if weights and choose(8) == 0:
         damaged = bytearray(weights)
-        place = choose(min(len(damaged), 4096))
-        damaged[place] ^= 1 << choose(8)
+        index = choose(min(len(damaged), 4096))
+        damaged[index] ^= 1 << choose(8)
         return pack(spec, bytes(damaged[: len(damaged) - choose(2) * choose(len(damaged))]))
     model = model_pb2().Model()
     model.ParseFromString(spec)
@@ -180,15 +180,15 @@ def damage(sample: bytes, choose: Choose, *, times: int = 1) -> bytes:
 def _damage_message(message: Any, choose: Choose) -> None:
     # Mostly values of the program's own: damage to its structure is refused before an engine runs.
     structural = choose(4) == 0
-    places = list(_places(message if structural else message.mlProgram))
+    fields = list(_set_fields(message if structural else message.mlProgram))
     if not structural:
-        places = [(owner, field) for owner, field in places if field.message_type is None]
-    if not places:
+        fields = [(owner, field) for owner, field in fields if field.message_type is None]
+    if not fields:
         return
-    owner, field = places[choose(len(places))]
+    owner, field = fields[choose(len(fields))]
     if field.type == FieldDescriptor.TYPE_STRING and not field.is_repeated and choose(4):
         # A word of the same kind from elsewhere in the program: an op type, a name, a mode.
-        words = sorted({getattr(o, f.name) for o, f in places if f is field})
+        words = sorted({getattr(o, f.name) for o, f in fields if f is field})
         setattr(owner, field.name, words[choose(len(words))])
         return
     value = getattr(owner, field.name)
@@ -202,8 +202,8 @@ def _damage_message(message: Any, choose: Choose) -> None:
         owner.ClearField(field.name)
 
 
-def _places(message: Any) -> Iterator[tuple[Any, FieldDescriptor]]:
-    """Every field that is set, anywhere below ``message``, in a fixed order."""
+def _set_fields(message: Any) -> Iterator[tuple[Any, FieldDescriptor]]:
+    """Every field set in ``message`` or below, with its message, in a fixed order."""
     for field, value in message.ListFields():
         yield message, field
         if field.message_type is None:
@@ -211,12 +211,12 @@ def _places(message: Any) -> Iterator[tuple[Any, FieldDescriptor]]:
         if _is_map(field):
             if field.message_type.fields_by_name["value"].message_type is not None:
                 for key in sorted(value):
-                    yield from _places(value[key])
+                    yield from _set_fields(value[key])
         elif field.is_repeated:
             for item in value:
-                yield from _places(item)
+                yield from _set_fields(item)
         else:
-            yield from _places(value)
+            yield from _set_fields(value)
 
 
 def _is_map(field: FieldDescriptor) -> bool:
@@ -237,20 +237,20 @@ def _damage_map(entries: Any, choose: Choose) -> None:
 
 
 def _damage_repeated(items: Any, field: FieldDescriptor, choose: Choose) -> None:
-    place = choose(len(items))
+    index = choose(len(items))
     match choose(4):
         case 0:
-            del items[place]
+            del items[index]
         case 1:
-            items.append(items[place])
+            items.append(items[index])
         case 2:
-            items.insert(choose(len(items) + 1), items.pop(place))
+            items.insert(choose(len(items) + 1), items.pop(index))
         case _:
             if field.message_type is None:
-                items[place] = _scalar(field, items[place], choose)
+                items[index] = _scalar(field, items[index], choose)
             else:
-                items[place].CopyFrom(
-                    type(items[place]).FromString(items[choose(len(items))].SerializeToString())
+                items[index].CopyFrom(
+                    type(items[index]).FromString(items[choose(len(items))].SerializeToString())
                 )
 
 
@@ -264,7 +264,7 @@ def _scalar(field: FieldDescriptor, value: Any, choose: Choose) -> Any:
     if isinstance(value, float):
         return _FLOATS[choose(len(_FLOATS))]
     if field.enum_type is not None:
-        numbers = [each.number for each in field.enum_type.values]
+        numbers = [member.number for member in field.enum_type.values]
         return (*numbers, 99)[choose(len(numbers) + 1)]
     chosen = _INTEGERS[choose(len(_INTEGERS))]
     if field.type not in _SIGNED:

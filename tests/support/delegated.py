@@ -11,7 +11,7 @@ from support.eager_backend import lower
 
 
 class Mixed(nn.Module):
-    """Two delegates around an operator that stays outside."""
+    """Two delegates around an undelegated operator."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ BATCH = 100
 
 
 class Digits(NamedTuple):
-    """Images [N, 1, 8, 8] of 0 to 1, and what they show."""
+    """Images [N, 1, 8, 8] of 0 to 1, and their digits."""
 
     train: torch.Tensor
     train_labels: torch.Tensor
@@ -47,7 +47,7 @@ class DigitsNet(nn.Module):
 
 @functools.cache
 def digits() -> Digits:
-    """The data, split the same way every time; four batches are for testing."""
+    """The data, always split the same way; four batches are for testing."""
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
@@ -64,7 +64,7 @@ def train(
     rate: float = 3e-3,
     before_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train in place, the same way every time, on whole batches of ``size``."""
+    """Train in place, always the same way, on whole batches of ``size``."""
     data = digits()
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
@@ -91,7 +91,7 @@ def trained(*, norms: bool = True) -> DigitsNet:
 def predictions(
     predict: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor | None = None
 ) -> np.ndarray:
-    """The digit that ``predict`` gives most weight, for every test image, or all of ``images``."""
+    """The digit with the largest score of ``predict``, for ``images`` or else the test images."""
     images = digits().test if images is None else images
     with torch.no_grad():
         logits = torch.cat([predict(batch) for batch in images.split(BATCH)])
@@ -99,12 +99,12 @@ def predictions(
 
 
 def all_images() -> torch.Tensor:
-    """Whole batches of all images there are, those for testing first."""
+    """All images in whole batches, the test images first."""
     images = torch.cat([digits().test, digits().train])
     return images[: len(images) // BATCH * BATCH]
 
 
 def accuracy(predicted: np.ndarray) -> float:
-    """Share of test images that are recognized, 0 to 1; what follows them does not count."""
+    """Share of recognized test images, 0 to 1; images after the test images do not count."""
     labels = digits().test_labels.numpy()
     return float((predicted[: len(labels)] == labels).mean())

@@ -45,11 +45,11 @@ def untrained(*, safe_norms: bool = False) -> Decoder:
 
 @functools.cache
 def texts() -> tuple[bytes, bytes]:
-    """Documentation strings to train on, and others, each ended by ``END``."""
+    """Documentation strings for training and for testing, each ended by ``END``."""
     library = Path(sysconfig.get_path("stdlib"))
-    found = [text for path in sorted(library.glob("*.py")) for text in _docstrings(path)]
+    strings = [text for path in sorted(library.glob("*.py")) for text in _docstrings(path)]
     parts = ([], [])
-    for index, text in enumerate(found):
+    for index, text in enumerate(strings):
         parts[index % _HELD_OUT == 0].append(text.encode() + bytes([END]))
     train, held_out = (b"".join(part) for part in parts)
     return train, held_out
@@ -89,7 +89,7 @@ def trained(steps: int = 160) -> Decoder:
 
 
 def held_out_rows(count: int, length: int = CONTEXT) -> torch.Tensor:
-    """Pieces of text that was not trained on: [count, length], int64."""
+    """Pieces of unseen text: [count, length], int64."""
     data = torch.frombuffer(bytearray(texts()[1]), dtype=torch.uint8).long()
     starts = torch.linspace(0, len(data) - length, count).long().tolist()
     return torch.stack([data[start : start + length] for start in starts])

@@ -1,4 +1,4 @@
-"""The blocks of the documentation's pages, and how they are run as a reader would run them."""
+"""The blocks of the documentation's pages, run as a reader would run them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ COMMAND = "coreml-delegate"
 RUN = ("python", "sh")
 """Languages of blocks that are run."""
 
-SHOWN = ("text", "json", "cmake", "toml")
+NOT_RUN = ("text", "json", "cmake", "toml")
 """Languages of blocks that are read: what a program prints, or files."""
 
-WRITTEN = ("jax-support.md", "op-support.md", "regressions.md")
+GENERATED = ("jax-support.md", "op-support.md", "regressions.md")
 """Pages of ``docs/`` that commands write."""
 
 REASONS = (
@@ -52,11 +52,11 @@ class Block:
     Attributes:
         page: The file.
         line: Number of its first line.
-        language: As the fence says.
+        language: Language of the fence.
         title: Name of the file whose content it is, or None.
         text: The content.
-        remarks: What the comment before it says, by kind.
-        output: The block right behind it, if that shows what it prints.
+        remarks: Content of the comment before it, by kind.
+        output: The block right after it, if that shows its output.
     """
 
     page: Path
@@ -68,8 +68,8 @@ class Block:
     output: Block | None = None
 
     @property
-    def place(self) -> str:
-        """Where it stands, for messages."""
+    def location(self) -> str:
+        """Page and line, for messages."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     @property
@@ -79,22 +79,22 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README and the pages of ``docs/`` that people write, decisions apart."""
-    written = sorted(page for page in DOCS.glob("*.md") if page.name not in WRITTEN)
-    return [ROOT / "README.md", *written]
+    """README and the hand-written pages of ``docs/``, except decisions."""
+    hand_written = sorted(page for page in DOCS.glob("*.md") if page.name not in GENERATED)
+    return [ROOT / "README.md", *hand_written]
 
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
     tokens = MarkdownIt("commonmark").parse(page.read_text("utf-8"))
-    found: list[Block] = []
+    result: list[Block] = []
     for before, token, after in zip([None, *tokens], tokens, [*tokens[1:], None], strict=False):
         if token.type == "fence":
             output = None
             if after is not None and after.type == "fence" and _language(after) == "text":
                 output = _block(page, after, None)
-            found.append(_block(page, token, before, output))
-    return found
+            result.append(_block(page, token, before, output))
+    return result
 
 
 def _block(page: Path, token: Token, before: Token | None, output: Block | None = None) -> Block:
@@ -125,12 +125,12 @@ def commands(block: Block) -> list[list[str]]:
 
 @dataclass
 class Reader:
-    """Someone who follows a page from its beginning, in a folder of its own.
+    """A reader who follows a page from its beginning, in a separate folder.
 
     Attributes:
         folder: The current folder.
-        smaller: What is given to commands in place of other models.
-        names: What Python blocks have defined.
+        smaller: Small models in place of the models that commands name.
+        names: Names that Python blocks have defined.
     """
 
     folder: Path
@@ -138,7 +138,7 @@ class Reader:
     names: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
 
     def follow(self, block: Block) -> str:
-        """Do what a block says; return what it prints.
+        """Run a block; return its output.
 
         Raises:
             AssertionError: A command ends with another exit code than the page says.
@@ -161,22 +161,22 @@ class Reader:
         for words in (*before, last):
             expected = int(block.remarks.get("exit code", 0)) if words is last else 0
             program, *arguments = words
-            assert program == COMMAND, f"{block.place}: {program} is not run; say why"
+            assert program == COMMAND, f"{block.location}: {program} is not run; say why"
             try:
                 code = main([self.smaller.get(argument, argument) for argument in arguments])
             except SystemExit as end:
                 code = end.code
-            assert code == expected, f"{block.place}: {shlex.join(words)}\n{printed.getvalue()}"
+            assert code == expected, f"{block.location}: {shlex.join(words)}\n{printed.getvalue()}"
 
 
 def _model_file() -> str:
-    (found,) = (block.text for block in blocks(FIRST) if block.title == "model.py")
-    return found
+    (content,) = (block.text for block in blocks(FIRST) if block.title == "model.py")
+    return content
 
 
 @contextlib.contextmanager
 def reading(folder: Path, smaller: Mapping[str, str] | None = None) -> Iterator[Reader]:
-    """A reader in an empty folder, who has saved ``model.py`` of the first page."""
+    """A reader in an empty folder with the first page's ``model.py``."""
     (folder / "model.py").write_text(_model_file(), "utf-8")
     before = dict(sys.modules)
     sys.path.insert(0, str(folder))
@@ -191,22 +191,22 @@ def reading(folder: Path, smaller: Mapping[str, str] | None = None) -> Iterator[
                 del sys.modules[name]
 
 
-def missing(printed: str, shown: str) -> list[str]:
-    """The lines of a page's output that were not printed, in this order.
+def missing(printed: str, expected: str) -> list[str]:
+    """The lines of a page's output that were not printed in this order.
 
     Numbers and the widths of columns may differ from run to run; ``...`` stands for anything.
     """
-    left = [_comparable(line) for line in printed.splitlines()]
+    remaining = [_comparable(line) for line in printed.splitlines()]
     absent: list[str] = []
-    for line in shown.splitlines():
+    for line in expected.splitlines():
         if line.strip() in ("", "..."):
             continue
-        wanted = ".*".join(re.escape(part) for part in _comparable(line).split("..."))
-        found = next((n for n, got in enumerate(left) if re.fullmatch(wanted, got)), None)
-        if found is None:
+        pattern = ".*".join(re.escape(part) for part in _comparable(line).split("..."))
+        index = next((n for n, got in enumerate(remaining) if re.fullmatch(pattern, got)), None)
+        if index is None:
             absent.append(line)
         else:
-            del left[: found + 1]
+            del remaining[: index + 1]
     return absent
 
 

@@ -1,6 +1,6 @@
-"""A delegate that has nothing to do with Core ML: it stores a subgraph and runs it with torch.
+"""A delegate independent of Core ML: it stores a subgraph and runs it with torch.
 
-Lets the hosts be tested by themselves. Weights travel as named data, so that path is covered too.
+It tests the hosts separately. Weights are named data, so that path is covered too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _load(data: memoryview) -> Any:
 
 
 class EagerTestBackend(BackendDetails):
-    """Writes down the nodes of a subgraph: (name, kind, target, arguments)."""
+    """Stores the nodes of a subgraph: (name, kind, target, arguments)."""
 
     @staticmethod
     def preprocess(
@@ -80,7 +80,7 @@ def _plain(value: Any) -> Any:
 
 
 class EagerDelegate:
-    """Runs what ``EagerTestBackend`` wrote down."""
+    """Runs the nodes that ``EagerTestBackend`` stored."""
 
     def __init__(self, payload: DelegatePayload) -> None:
         assert payload.backend_id == BACKEND_ID
@@ -136,7 +136,7 @@ class _Supported(OperatorSupportBase):
 
 
 class EagerTestPartitioner(Partitioner):
-    """Delegates the operators named, ``aten.add.Tensor`` style; ``whole`` keeps them whole."""
+    """Delegates operators by name (``aten.add.Tensor``); ``whole`` keeps them undecomposed."""
 
     def __init__(self, *names: str, whole: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The encoder-decoder models of transformers that are tested, and those refused."""
+"""The tested and the refused encoder-decoder models of transformers."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Family:
 
     Attributes:
         model_type: As in ``config.json``.
-        models: Models that have it.
-        has: What is peculiar.
+        models: Models of the architecture.
+        has: Its peculiarities.
         config: Keys of a tiny configuration.
         audio: Whether its source is a recording.
         quick: Whether ``make test`` runs it.
@@ -130,7 +130,7 @@ def tiny_model(model_type: str, config: Mapping[str, Any]) -> Any:
 
 
 def tiny_source(name: str) -> torch.Tensor:
-    """A spectrogram, or tokens of a text that is shorter than the encoder takes."""
+    """A spectrogram, or tokens of a text shorter than the encoder's length."""
     family, random = FAMILIES[name], torch.Generator().manual_seed(1)
     if family.audio:
         frames = 2 * family.config["max_source_positions"]

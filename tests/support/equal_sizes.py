@@ -1,4 +1,4 @@
-"""Random MIL programs of tensors whose dimensions have few sizes, so that many are equal."""
+"""Random MIL programs of tensors with few different sizes, so that many dimensions are equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def draw_program(source: random.Random, steps: int) -> tuple[MilFunction, Arrays
     """Draw a builder function of one to three inputs of one shape, and values for them.
 
     Args:
-        source: Decides what is drawn.
+        source: Source of the random choices.
         steps: Number of ops, beside the constants they need.
     """
     size = source.choice((2, 3, 4))
@@ -31,14 +31,14 @@ def draw_program(source: random.Random, steps: int) -> tuple[MilFunction, Arrays
     }
 
     def function(**variables: Any) -> Any:
-        drawn = random.Random(seed)
+        choices = random.Random(seed)
         values = list(variables.values())
         for _ in range(steps):
-            step = drawn.choice(_STEPS)
-            x = drawn.choice([*values, *[values[-1]] * 3])
-            values += step(drawn, x, values)
+            step = choices.choice(_STEPS)
+            x = choices.choice([*values, *[values[-1]] * 3])
+            values += step(choices, x, values)
         results = values[len(variables) :] or [mb.tanh(x=values[0])]
-        return results[-drawn.randint(1, 2) :]
+        return results[-choices.randint(1, 2) :]
 
     return function, inputs
 
@@ -53,34 +53,34 @@ def _transpose(source: random.Random, x: Any, _: Any) -> list[Any]:
 
 
 def _swap(source: random.Random, x: Any, _: Any) -> list[Any]:
-    """The transposes of attention: two neighbours, and the last dimension stays."""
+    """Swap two neighbouring dimensions before the last, like the transposes of attention."""
     if x.rank < 3:
         return []
     order = list(range(x.rank))
-    place = source.randrange(x.rank - 2)
-    order[place : place + 2] = order[place + 1], order[place]
+    axis = source.randrange(x.rank - 2)
+    order[axis : axis + 2] = order[axis + 1], order[axis]
     return [mb.transpose(x=x, perm=order)]
 
 
 def _reshape(source: random.Random, x: Any, _: Any) -> list[Any]:
-    """Merge two neighbours, split a dimension, or add or remove one of size 1."""
+    """Merge two neighbouring dimensions, split one, or add or remove a dimension of size 1."""
     shape = list(x.shape)
-    place = source.randrange(x.rank) if x.rank else 0
-    options = [[*shape[:place], 1, *shape[place:]]] if x.rank < 5 else []
-    if place + 1 < x.rank:
-        options.append([*shape[:place], shape[place] * shape[place + 1], *shape[place + 2 :]])
+    axis = source.randrange(x.rank) if x.rank else 0
+    options = [[*shape[:axis], 1, *shape[axis:]]] if x.rank < 5 else []
+    if axis + 1 < x.rank:
+        options.append([*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]])
     if 0 < x.rank < 5:
         options += [
-            [*shape[:place], factor, shape[place] // factor, *shape[place + 1 :]]
+            [*shape[:axis], factor, shape[axis] // factor, *shape[axis + 1 :]]
             for factor in (2, 3, 4)
-            if shape[place] % factor == 0
+            if shape[axis] % factor == 0
         ]
     return [mb.reshape(x=x, shape=source.choice(options))] if options else []
 
 
 def _squeeze(_: random.Random, x: Any, __: Any) -> list[Any]:
-    ones = [n for n, size in enumerate(x.shape) if size == 1]
-    return [mb.squeeze(x=x, axes=ones[:1])] if ones and x.rank > 1 else []
+    axes = [n for n, size in enumerate(x.shape) if size == 1]
+    return [mb.squeeze(x=x, axes=axes[:1])] if axes and x.rank > 1 else []
 
 
 def _with_constant(source: random.Random, x: Any, _: Any) -> list[Any]:
@@ -130,14 +130,14 @@ def _index(source: random.Random, x: Any, _: Any) -> list[Any]:
     if x.rank < 2:
         return []
     axis = source.randrange(x.rank)
-    place = source.randrange(x.shape[axis])
-    others = [n != axis for n in range(x.rank)]
-    begin = [0 if other else place for other in others]
-    end = [0 if other else place + 1 for other in others]
-    squeeze = [not other for other in others]
+    index = source.randrange(x.shape[axis])
+    keep = [n != axis for n in range(x.rank)]
+    begin = [0 if other else index for other in keep]
+    end = [0 if other else index + 1 for other in keep]
+    squeeze = [not other for other in keep]
     return [
         mb.slice_by_index(
-            x=x, begin=begin, end=end, begin_mask=others, end_mask=others, squeeze_mask=squeeze
+            x=x, begin=begin, end=end, begin_mask=keep, end_mask=keep, squeeze_mask=squeeze
         )
     ]
 

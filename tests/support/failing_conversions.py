@@ -15,14 +15,14 @@ MESSAGE = "made to fail"
 
 
 def fresh_trials(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Start without verdicts of trial conversions, and cache new ones in ``folder``."""
+    """Start without verdicts of trials, and cache new verdicts in ``folder``."""
     monkeypatch.setenv("COREML_DELEGATE_CACHE", str(folder))
     monkeypatch.setattr(trial.TRIALS, "known", {})
     monkeypatch.setattr(trial.TRIALS, "loaded_from", None)
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, op: str, *, before: Any = None) -> None:
-    """Let coremltools' translation of ``op`` raise; with ``before`` at older targets only."""
+    """Let coremltools' translation of ``op`` raise; with ``before`` only at older targets."""
     coremltools()
     from coremltools.converters.mil.frontend.torch.torch_op_registry import _TORCH_OPS_REGISTRY
     from coremltools.converters.mil.mil.block import (
@@ -54,7 +54,7 @@ def fail_as_a_whole(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count coremltools' conversions by what they convert to."""
+    """Count coremltools' conversions by their target format."""
     ct = coremltools()
     convert, counts = ct.convert, Counter[str]()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def with_section(text: str, name: str, lines: Iterable[str]) -> str:
-    """Return a document with other lines in the section of that name.
+    """Return the document with new lines in the named section.
 
     Args:
         text: The document, with ``<!-- NAME -->`` and ``<!-- end of NAME -->``.
@@ -14,6 +14,6 @@ def with_section(text: str, name: str, lines: Iterable[str]) -> str:
         lines: Its content.
     """
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, _, rest = text.partition(start)
-    _, _, after = rest.partition(end)
+    before, _, after_start = text.partition(start)
+    _, _, after = after_start.partition(end)
     return before + start + "\n" + "\n".join(lines) + "\n\n" + end + after

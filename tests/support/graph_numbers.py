@@ -1,4 +1,4 @@
-"""Arrays whose products and sums 64-bit types and their carriers have alike."""
+"""Arrays whose products and sums are equal in 64-bit types and their storage dtypes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support.graph_samples import FLOATS
 
 
 def numbers(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Random numbers from the whole range of a type; 64-bit integers from that of 8 bits."""
+    """Random numbers from the whole range of a type; 64-bit integers from the range of 8 bits."""
     random = np.random.default_rng(seed)
     if dtype in FLOATS:
         return np.asarray(random.standard_normal(shape)).astype(dtype)

@@ -1,4 +1,4 @@
-"""Arrays of every element type, for samples, and what JAX makes of them."""
+"""Arrays of every element type, for samples, and JAX's results for them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _RANDOM = np.random.default_rng(0)
 
 
 def of(dtype: str, shape: tuple[int, ...], most: int | None = None) -> np.ndarray:
-    """Random numbers from the whole range of a type; 64-bit integers that 32 bits hold.
+    """Random numbers from the whole range of a type; 64-bit integers within 32 bits.
 
     Args:
         dtype: Element type.
-        shape: Of the array.
+        shape: Shape of the array.
         most: The largest magnitude of an integer, for arithmetic in 64 bits.
     """
     if dtype in FLOATS:
@@ -42,7 +42,7 @@ def of(dtype: str, shape: tuple[int, ...], most: int | None = None) -> np.ndarra
 
 @dataclass(frozen=True)
 class ByJax:
-    """A call of JAX that is made when its result is needed.
+    """A JAX call that runs when its result is needed.
 
     Attributes:
         function: Takes the arrays; its other arguments are bound.
@@ -60,17 +60,17 @@ class ByJax:
 
 
 def by_jax(function: Callable[..., Any], *arrays: Any, **options: Any) -> ByJax:
-    """Return what stands for a function's result until ``computed`` replaces it."""
+    """Return a placeholder of a function's result, which ``computed`` replaces."""
     return ByJax(functools.partial(function, **options), arrays)
 
 
 def computed(samples: Iterable[Sample]) -> list[Sample]:
-    """Return samples with what JAX returns as expected arrays, all compiled at once."""
+    """Return samples with JAX's results as expected arrays, all compiled at once."""
     samples = list(samples)
     calls = [sample.expected for sample in samples if isinstance(sample.expected, ByJax)]
 
     def call_all(arrays: list[Any]) -> list[Any]:
-        return [call.function(*given) for call, given in zip(calls, arrays, strict=True)]
+        return [call.function(*arguments) for call, arguments in zip(calls, arrays, strict=True)]
 
     with jax.enable_x64(True):
         results = iter(jax.jit(call_all)([call.arrays for call in calls]))
@@ -82,7 +82,7 @@ def computed(samples: Iterable[Sample]) -> list[Sample]:
     ]
 
 
-def _as_numpy(found: Any) -> Any:
-    if isinstance(found, tuple | list):
-        return tuple(np.asarray(array) for array in found)
-    return np.asarray(found)
+def _as_numpy(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(np.asarray(array) for array in value)
+    return np.asarray(value)

@@ -1,4 +1,4 @@
-"""MIL functions written by hand, for what coremltools refuses to build."""
+"""MIL functions written by hand, which coremltools refuses to build."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def function(ops, outputs, opset="CoreML8"):
 
 
 def op(op_type, output, declared=FLOATS, **inputs):
-    """An op with one output; inputs are names or constants."""
+    """An op with a single output; inputs are names or constants."""
     return Op(
         op_type,
         {

@@ -14,7 +14,7 @@ from support.lowering import fp32_specs, lower
 
 
 class Counting(nn.Module):
-    """Replaces a state, writes rows of another one, and returns both, and the input as it is."""
+    """Replaces a state, writes rows of another state, and returns both and the unchanged input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,10 +28,10 @@ class Counting(nn.Module):
 
 
 def counting_steps() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    places = ([0, 1], [5, 2], [1, 1], [4, 0])
+    rows = ([0, 1], [5, 2], [1, 1], [4, 0])
     return [
         (torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(n)).half().float(), p)
-        for n, p in enumerate(torch.tensor(each) for each in places)
+        for n, p in enumerate(torch.tensor(indices) for indices in rows)
     ]
 
 
@@ -55,7 +55,7 @@ class Writing(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Outputs that follow the sizes of its inputs, one of them an input as it is."""
+    """Outputs with the sizes of its inputs; one output is an unchanged input."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.relu(x) + y.sum(), x.sum(0), y * 2, y

@@ -1,4 +1,4 @@
-"""The architectures of transformers that language models are tested with, and those refused."""
+"""The tested and the refused architectures of transformers' language models."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class Family:
     """One architecture.
 
     Attributes:
-        models: Models that have it.
-        has: What it has that Llama has not.
+        models: Models of the architecture.
+        has: Its differences from Llama.
         changes: Keys of a tiny configuration that differ from ``checkpoints.CONFIG``.
-        positions: How it tells positions.
+        positions: Its encoding of positions.
         window: Which layers have a sliding window.
-        copies: Whether a step copies the caches, since the module attends by itself.
+        copies: Whether a step copies the caches, because the module has its own attention.
         states: Whether layers keep states that each call replaces.
         quick: Whether ``make test`` runs it.
     """

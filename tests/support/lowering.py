@@ -40,7 +40,7 @@ class Lowered:
 
     Attributes:
         edge: Its edge program, delegated.
-        report: The partitioner's.
+        report: The partitioner's report.
         operators: Names of the operators outside the delegates.
     """
 
@@ -71,12 +71,12 @@ def fp32_specs(**options: Any) -> list[Any]:
 
 
 def lower(module: nn.Module, inputs: Inputs, **options: Any) -> Lowered:
-    """Lower by ``to_edge_transform_and_lower``; ``options`` are the partitioner's."""
+    """Lower by ``to_edge_transform_and_lower``; ``options`` go to the partitioner."""
     return _lower(module, inputs, EdgeCompileConfig(), options)
 
 
 def lower_unchecked(module: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Lowered:
-    """``lower``, operators outside the core ATen opset as well."""
+    """Like ``lower``, with operators outside the core ATen opset."""
     with torch.no_grad():
         return _lower(module, inputs, EdgeCompileConfig(_check_ir_validity=False), options)
 
@@ -100,12 +100,12 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def lower_core_aten(module: nn.Module, inputs: Inputs, **options: Any) -> Lowered:
-    """Lower by ``to_edge(...).to_backend(...)``, where composite ops are decomposed first."""
+    """Lower by ``to_edge(...).to_backend(...)``, which decomposes composite ops first."""
     partitioner = CoreMLPartitioner(**({"compile_specs": fp32_specs()} | options))
     edge = to_edge(torch.export.export(module.eval(), inputs)).to_backend(partitioner)
     return Lowered.of(edge, partitioner)
 
 
 def reasons(report: DelegationReport) -> Mapping[str, str]:
-    """Why each operator that stays on the CPU does, by op."""
+    """The reason of each undelegated operator, by op."""
     return {n.op: str(n.reason) for n in report.undelegated}

@@ -1,6 +1,6 @@
 """MIL programs for tests, built with coremltools' builder and read back with our reader.
 
-``build`` serializes a builder function as it stands: no pass folds, fuses or casts anything.
+``build`` serializes a builder function without passes: nothing is folded, fused or cast.
 ``infer`` asks coremltools for the value of the same function on constants, computed with numpy.
 """
 
@@ -54,8 +54,8 @@ def _as_feature(var: Any, opset: Opset) -> Any:
 def builder_program(function: MilFunction, inputs: Arrays, opset: Opset) -> Any:
     """A coremltools program of ``function`` on inputs like ``inputs``.
 
-    Inputs and outputs of dtypes that a model cannot take or give are cast, so that ``function``
-    sees the dtypes of ``inputs`` whatever they are.
+    Inputs and outputs of dtypes that a model does not support are cast, so that ``function`` sees
+    the dtypes of ``inputs``.
     """
 
     def with_casts(**features: Any) -> Any:
@@ -89,7 +89,7 @@ def build(function: MilFunction, inputs: Arrays, opset: Opset = Opset.iOS18) -> 
 
 
 def serialized(program: Any, opset: Opset) -> Program:
-    """A coremltools program, serialized as it stands and read by our reader."""
+    """A coremltools program, serialized without passes and read by our reader."""
     with tempfile.TemporaryDirectory() as folder:
         message = load(program, folder, specification_version=int(opset))
         stored = {
@@ -116,17 +116,17 @@ def features(function: Function, arrays: Arrays) -> dict[str, np.ndarray]:
 
 def infer(function: MilFunction, inputs: Arrays, opset: Opset = Opset.iOS18) -> list[np.ndarray]:
     """The values coremltools computes for ``function`` when ``inputs`` are constants."""
-    found: list[Any] = []
+    variables: list[Any] = []
 
     def on_constants() -> Any:
         constants = {name: mb.const(val=array) for name, array in inputs.items()}
         result = function(**constants)
-        found.extend(result if isinstance(result, Sequence) else [result])
+        variables.extend(result if isinstance(result, Sequence) else [result])
         return result
 
     mb.program(input_specs=[], opset_version=TARGETS[opset])(on_constants)
-    values = [var.val for var in found]
-    missing = [var.name for var in found if var.val is None]
+    values = [var.val for var in variables]
+    missing = [var.name for var in variables if var.val is None]
     assert not missing, f"coremltools infers no value for {missing}"
     return [np.asarray(value) for value in values]
 

@@ -26,7 +26,7 @@ IOS18 = {"minimum_deployment_target": Opset.iOS18}
 
 
 class Layers(nn.Module):
-    """Linear layers with an operator between them that Core ML has not, or none."""
+    """Linear layers, optionally with an operator between them that Core ML does not have."""
 
     def __init__(self, *layers: nn.Linear, split: bool = False) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Layers(nn.Module):
 
 
 class Accumulator(nn.Module):
-    """A buffer that keeps the sum of what a layer made of its inputs."""
+    """A buffer that accumulates the results of a layer."""
 
     def __init__(self, layer: nn.Linear, name: str = "total") -> None:
         super().__init__()
@@ -66,20 +66,20 @@ def linear(features: int = 4, seed: int = 0) -> nn.Linear:
 
 
 def two(module: nn.Module | None = None, features: int = 4, count: int = 3) -> dict[str, Method]:
-    """One module as two methods of different shapes."""
+    """A module as two methods of different shapes."""
     module = module or Layers(linear(features))
     return {"decode": (module, rows(1, features)), "prefill": (module, rows(count, features))}
 
 
 def specs(strategy: str | None = None, **options: Any) -> list[Any]:
     """Compile specs for fp32, with a strategy by name."""
-    given = fp32_specs(**options)
+    compile_specs = fp32_specs(**options)
     if strategy is not None:
         member = MULTIMETHOD_WEIGHT_SHARING_STRATEGY[strategy]
-        given.append(
+        compile_specs.append(
             CoreMLBackend.generate_multimethod_weight_sharing_strategy_compile_spec(member)
         )
-    return given
+    return compile_specs
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class LoweredMethods:
 
     Attributes:
         pte: Its bytes.
-        reports: The partitioner's, by method.
+        reports: The partitioner's reports, by method.
     """
 
     pte: bytes
@@ -99,7 +99,7 @@ class LoweredMethods:
         return PteProgram.open(self.pte)
 
     def references(self, method: str) -> list[BlobReference | None]:
-        """For each delegate the reference it is, or None if it is a blob."""
+        """The reference in each delegate, or None for a blob."""
         info = self.program.method(method)
         return [BlobReference.decode(delegate.processed) for delegate in info.delegates]
 
@@ -113,7 +113,7 @@ class LoweredMethods:
 def lower_methods(
     methods: Mapping[str, Method], compile_specs: list[Any], **options: Any
 ) -> LoweredMethods:
-    """Lower methods with one partitioner; ``options`` are its."""
+    """Lower methods with one partitioner; ``options`` go to it."""
     partitioner = CoreMLPartitioner(compile_specs=compile_specs, **options)
     edge = to_edge_transform_and_lower(exported(methods), partitioner=[partitioner])
     return LoweredMethods(

@@ -24,7 +24,7 @@ KINDS = ("static", "dynamic", "quantized", "stateful")
 
 
 class Layers(nn.Module):
-    """A composite op between two that are not."""
+    """A composite op between two other ops."""
 
     def __init__(self, *, attention: bool = False) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Layers(nn.Module):
 
 
 class Stateful(Layers):
-    """Layers around a buffer that each run changes."""
+    """Layers around a buffer that every run changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Lowered:
 
     Attributes:
         delegates: Backend of every delegate, and the ops inside.
-        outside: The ops outside, those of branches included.
+        outside: The ops outside, including ops in branches.
         pte: The program.
     """
 
@@ -104,7 +104,7 @@ def lower(program: ExportedProgram, *partitioners: Partitioner) -> Lowered:
 
 
 def _outer_modules(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
-    """Return a module and the branches in it, delegates left out."""
+    """Return a module and the branches in it, without delegates."""
     children = [m for m in module.children() if isinstance(m, torch.fx.GraphModule)]
     return [module, *(inner for child in children for inner in _outer_modules(child))]
 

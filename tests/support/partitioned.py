@@ -1,4 +1,4 @@
-"""Modules that are delegated in part, and checks on the result for the partitioner's tests."""
+"""Partly delegated modules, and checks on the result, for the partitioner's tests."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ CASES = {
 
 @functools.cache
 def export_case(name: str) -> tuple[nn.Module, bytes]:
-    """The module of a case, in eval mode, and the program made from an identical one."""
+    """The module of a case, in eval mode, and the program of an identical module."""
     case = CASES[name]
     torch.manual_seed(0)
     module = case.module().eval()

@@ -47,7 +47,7 @@ def layer(**options: Any) -> Any:
 
 
 def config(**options: Any) -> Any:
-    """A configuration for everything; ``options`` are those of layers."""
+    """A global configuration; ``options`` go to ``layer``."""
     return LinearQuantizerConfig(global_config=layer(**options))
 
 
@@ -59,7 +59,7 @@ def exported(module: nn.Module, inputs: Inputs) -> GraphModule:
 def annotated(
     module: nn.Module, inputs: Inputs, settings: Any = None
 ) -> tuple[CoreMLQuantizer, GraphModule]:
-    """The quantizer, and the exported graph that it has annotated and found sound."""
+    """The quantizer, and the exported graph that it has annotated and validated."""
     quantizer = CoreMLQuantizer(config() if settings is None else settings)
     graph = exported(module.eval(), inputs)
     quantizer.annotate(graph)

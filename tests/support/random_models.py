@@ -1,4 +1,4 @@
-"""Random models of a few ops in a row, the same ones for a seed.
+"""Random models of a few ops in a row, the same for the same seed.
 
 Graph passes of coremltools and OpenVINO replace a few ops in a row by another. If one replaces ops
 that it should not, only the numbers show it.
@@ -52,7 +52,7 @@ class Step:
 
 
 class Chain(nn.Module):
-    """Steps, each of the result of the one before."""
+    """Steps, each on the result of the previous step."""
 
     def __init__(self, x: torch.Tensor, steps: Sequence[Step]) -> None:
         super().__init__()
@@ -99,10 +99,10 @@ def draw_chain(source: random.Random) -> Chain:
 
 
 def wrong(chains: Sequence[Chain], precision: Precision = Precision.FLOAT32) -> list[str]:
-    """Lower chains together and return those whose results differ from eager PyTorch's, by engine.
+    """Lower chains together; return the chains with results unlike eager PyTorch's, by engine.
 
     The constants of the chains are compared as well: lowering may not change them. If the chains
-    cannot be lowered or run, the result is those that cannot be by themselves, with the error.
+    cannot be lowered or run, the result is the chains that fail by themselves, with the error.
     """
     try:
         return _wrong(chains, precision)
@@ -129,14 +129,14 @@ def _wrong(chains: Sequence[Chain], precision: Precision) -> list[str]:
         results[engine] = program.run("forward", list(inputs))
     return [
         f"{engine}: {chain}"
-        for engine, found in results.items()
-        for chain, one, other, tolerance in zip(chains, found, expected, tolerances, strict=True)
+        for engine, outcome in results.items()
+        for chain, one, other, tolerance in zip(chains, outcome, expected, tolerances, strict=True)
         if not torch.allclose(one, other, rtol=0, atol=tolerance)
     ]
 
 
 def _tolerance(chain: Chain, expected: torch.Tensor, precision: Precision) -> float:
-    """Return how far results may be off: in fp16, what PyTorch itself loses there counts."""
+    """Return the tolerance; in fp16 it includes the error of PyTorch's own fp16."""
     size = max(1.0, float(expected.abs().max()))
     if precision is Precision.FLOAT32:
         return _TOLERANCE * size
@@ -188,7 +188,7 @@ def _elementwise(source: random.Random, _: torch.Tensor) -> Step:
 
 
 def _with_constant(source: random.Random, x: torch.Tensor) -> Step:
-    """With a constant of fewer dimensions, some of one element."""
+    """With a constant of fewer dimensions, some of size 1."""
     shape = [size if source.random() < 0.7 else 1 for size in x.shape]
     shape = shape[source.randint(0, len(shape)) :]
     name = source.choice(sorted(_BINARY))
@@ -214,7 +214,7 @@ def _reshaped(source: random.Random, x: torch.Tensor) -> Step | None:
 
 
 def _product(source: random.Random, x: torch.Tensor) -> Step | None:
-    """With a constant matrix on either side, transposed or not, and perhaps a vector added."""
+    """With a constant matrix on either side, perhaps transposed, and perhaps an added vector."""
     if x.dim() < 2:
         return None
     is_left, is_transposed = source.random() < 0.5, source.random() < 0.3
@@ -269,7 +269,7 @@ _ROOTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def _written_norm(source: random.Random, x: torch.Tensor) -> Step | None:
-    """A norm by its formula, over squares that fp16 has, or not."""
+    """A norm by its formula, over squares within fp16's range, or beyond."""
     dims = [dim for dim, size in enumerate(x.shape) if size > 1]
     if not dims:
         return None
@@ -292,7 +292,7 @@ def _written_norm(source: random.Random, x: torch.Tensor) -> Step | None:
 
 
 def _attention(source: random.Random, x: torch.Tensor) -> Step | None:
-    """Attention by its formula: products that are scaled before a softmax."""
+    """Attention by its formula: softmax of scaled products."""
     if x.dim() < 2:
         return None
     keys = _uniform(source, (x.shape[-1], source.randint(2, 5)), -1, 1)

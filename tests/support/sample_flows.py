@@ -32,10 +32,10 @@ class Flow:
     Attributes:
         name: For test ids.
         precision: Row of the tolerance table.
-        target: Deployment target of calls that name none.
+        target: Deployment target of calls without their own.
         core: Decompose to core ATen first.
         engines: Engines to run on.
-        share: One in so many samples is part of the default run, chosen by a digest of its name;
+        share: One in ``share`` samples is part of the default run, chosen by a digest of its name;
             the others are slow.
     """
 

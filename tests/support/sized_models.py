@@ -21,7 +21,7 @@ class OfTwo(Computing):
 
 
 class Counting(nn.Module):
-    """Keeps the sum of all it was given."""
+    """Keeps the sum of all inputs."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ def of_another_rank_for_one():
 
 
 def recurrent():
-    """ExecuTorch fixes the number of its rows where gradients are recorded."""
+    """A layer whose number of rows ExecuTorch fixes if gradients are recorded."""
     return nn.GRU(4, 4, batch_first=True), torch.randn(1, 5, 4)
 
 

@@ -46,8 +46,8 @@ def check_function(
 def assert_close(outputs: Sequence[np.ndarray], expected: Sequence[Any]) -> None:
     """Compare arrays: dtypes and shapes exactly, floats within the tolerance of single ops."""
     assert len(outputs) == len(expected)
-    for actual, wanted in zip(outputs, expected, strict=True):
-        wanted = np.asarray(wanted)
-        assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
-        atol, rtol = ATOL_RTOL[DType.of(wanted.dtype).storage_dtype]
-        np.testing.assert_allclose(actual, wanted, rtol, atol)
+    for actual, want in zip(outputs, expected, strict=True):
+        want = np.asarray(want)
+        assert (actual.dtype, actual.shape) == (want.dtype, want.shape)
+        atol, rtol = ATOL_RTOL[DType.of(want.dtype).storage_dtype]
+        np.testing.assert_allclose(actual, want, rtol, atol)

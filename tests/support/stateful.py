@@ -1,4 +1,4 @@
-"""Modules with mutable buffers, each with what calls of it are given."""
+"""Modules with mutable buffers, and the inputs of their calls."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _asinh(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.asinh(m.total)
 
 
-def _torn(m: Any, x: torch.Tensor) -> torch.Tensor:
+def _read_twice(m: Any, x: torch.Tensor) -> torch.Tensor:
     y = torch.asinh(m.total * 2.0 + x)
     m.total.copy_(y + 1.0)
     return y * 2.0
@@ -161,10 +161,10 @@ class Case:
     """A stateful module and calls of it.
 
     Attributes:
-        make: Builds it; equal each time.
-        inputs: Of call number n.
+        make: Builds equal modules.
+        inputs: Inputs of call number n.
         states: The buffers that become Core ML states.
-        outside: Why the others do not, by buffer.
+        outside: Why another buffer does not become a state, by buffer.
     """
 
     make: Callable[[], nn.Module]
@@ -208,7 +208,7 @@ _OLD = "its old value is returned, or becomes that of another buffer"
 _TOO = "its new value is also returned"
 _UNREAD = "nothing reads it before it is written"
 _CPU = "aten.asinh.default (aten_asinh_default), on the CPU, reads or writes it"
-_TORN = "several partitions use it (coreml_0, coreml_1)"
+_SHARED = "several partitions use it (coreml_0, coreml_1)"
 _ONE = torch.ones(1, dtype=torch.int32)
 
 CASES: dict[str, Case] = {
@@ -311,7 +311,9 @@ CASES: dict[str, Case] = {
         lambda: Buffers(_asinh, total=torch.zeros(4)), _values(4), outside=(("total", _CPU),)
     ),
     "two partitions": Case(
-        lambda: Buffers(_torn, total=torch.zeros(4)), _values(4), outside=(("total", _TORN),)
+        lambda: Buffers(_read_twice, total=torch.zeros(4)),
+        _values(4),
+        outside=(("total", _SHARED),),
     ),
     "attention by index_copy": Case(
         Attention,

@@ -1,6 +1,6 @@
 """Every tolerance of the test suite, each with its reason.
 
-``ATOL_RTOL`` bounds single ops; ``SQNR`` bounds whole programs, in dB of signal over error energy.
+``ATOL_RTOL`` bounds single ops; ``SQNR`` bounds whole programs: signal over error energy, in dB.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ SQNR_HALF = {torch.float16: 50.0, torch.bfloat16: 32.0}
 
 
 def kolmogorov_bound(count: int) -> float:
-    """How far ``count`` draws may be from their distribution (Kolmogorov, Smirnov).
+    """The largest accepted distance of draws from their distribution (Kolmogorov, Smirnov).
 
-    A right generator is farther off once in 10**5 samples: 2 * exp(-2 * count * bound**2) = 1e-5.
+    A correct generator exceeds it once in 10**5 samples: 2 * exp(-2 * count * bound**2) = 1e-5.
     """
     return float(np.sqrt(np.log(2 / 1e-5) / (2 * count)))
 
@@ -98,7 +98,7 @@ FOURIER = 2e-6
 def logits_bounds(expected: torch.Tensor) -> tuple[float, float]:
     """As ``ATOL_RTOL_LOGITS``, for models whose logits may be large.
 
-    The terms that cancel in a small logit are as large as those of the largest one.
+    The terms that cancel in a small logit are as large as the terms of the largest logit.
     """
     atol, rtol = ATOL_RTOL_LOGITS
     return atol * max(1.0, float(expected.abs().max())), rtol

@@ -14,8 +14,8 @@ def build(name: str, size: int) -> tuple[torch.nn.Module, torch.Tensor]:
     """A model in eval mode and an input for it.
 
     Freshly initialised, a deep network without batch statistics shrinks or blows up its activations
-    until fp16 holds nothing of them. Normalizations are therefore given the statistics of a batch,
-    and heads that begin at zero, whose results would all be zero, random weights.
+    until they underflow or overflow in fp16. Normalizations therefore get the statistics of a
+    batch, and heads that are initialized with zeros get random weights.
 
     Returns:
         The model, and an input of shape [1, 3, size, size], fp32.

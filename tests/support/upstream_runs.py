@@ -1,4 +1,4 @@
-"""The tests of ExecuTorch's own Core ML backend, run on ours in a process of their own."""
+"""The tests of ExecuTorch's own Core ML backend, run on this backend in a separate process."""
 
 from __future__ import annotations
 

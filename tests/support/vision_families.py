@@ -40,14 +40,14 @@ class VisionFamily:
     """One architecture.
 
     Attributes:
-        models: Models that have it.
+        models: Models of the architecture.
         has: Its tower and projector.
         vision: Configuration of its tower.
         positions: Number of positions that an image takes.
         changes: Further keys of its configuration.
         text: Changes of the language model's configuration.
-        nested: Whether its images are those of a text each: [1, images, 3, H, W].
-        model_type: If it is not the family's name.
+        nested: Whether the images of a text are nested: [1, images, 3, H, W].
+        model_type: Model type, if it differs from the family's name.
     """
 
     models: str
@@ -136,7 +136,7 @@ VARIANTS: Mapping[str, VisionFamily] = {
 
 
 def configuration(name: str, *, layers: int = 2, **text: Any) -> dict[str, Any]:
-    """The values of a tiny configuration; ``text`` changes those of the language model."""
+    """A tiny configuration; ``text`` changes the language model's values."""
     family = (FAMILIES | VARIANTS)[name]
     return {
         "model_type": family.model_type or name,
@@ -170,7 +170,7 @@ def tiny_vision_model(name: str, **changes: Any) -> Any:
 
 
 def whole_text(name: str, tokens: list[int]) -> torch.Tensor:
-    """Tokens [1, L] in which each image has as many tokens as positions."""
+    """Tokens [1, L] with one image token for each position of an image."""
     positions = (FAMILIES | VARIANTS)[name].positions
     repeated = ([token] * (positions if token == IMAGE else 1) for token in tokens)
     return torch.tensor([[token for part in repeated for token in part]])

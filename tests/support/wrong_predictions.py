@@ -1,4 +1,4 @@
-"""A pytest plugin that spoils every prediction, to see that somebody notices."""
+"""A pytest plugin that falsifies every prediction, to show that tests notice."""
 
 from __future__ import annotations
 

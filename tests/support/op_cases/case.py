@@ -20,18 +20,18 @@ PRECISIONS = {"fp32": np.float32, "fp16": np.float16}
 
 @dataclass(frozen=True)
 class OpCase:
-    """One op with arguments and where its right answer comes from.
+    """An op with arguments and the source of its expected result.
 
     Attributes:
         op: MIL op type.
-        note: What the case is about; with ``op`` its id.
+        note: Subject of the case; with ``op`` its id.
         inputs: Arguments that are model inputs, floats as float32.
         constants: Arguments that are constants and follow the precision of the inputs.
         attributes: Other arguments, as the builder takes them.
         opset: The opset of the program.
         expected: Computes the result with torch from inputs and constants as fp32 tensors; None
             asks coremltools' own value inference.
-        arrange: Makes the op's arguments of the input variables, if they are not its arguments.
+        arrange: Converts the input variables to the op's arguments, if they differ.
         fp16: Whether the case is also run with floats in fp16.
     """
 
@@ -70,7 +70,7 @@ class OpCase:
         return build(lambda **v: self.call(precision, **v), self.arrays(precision), self.opset)
 
     def answers(self, precision: str) -> list[np.ndarray]:
-        """The right results for inputs rounded to ``precision``, computed at least in fp32."""
+        """The expected results for inputs rounded to ``precision``, computed at least in fp32."""
         rounded = {name: _cast(value, "fp32") for name, value in self.arrays(precision).items()}
         if self.expected is None:
             # Constants as they are at the precision, too.
@@ -89,12 +89,12 @@ class OpCase:
         return [np.asarray(torch.as_tensor(r)) for r in results]
 
     def _add(self, values: Arrays, constants: Arrays) -> Any:
-        given = values if self.arrange is None else self.arrange(**values)
-        return getattr(mb, self.op)(**given, **constants, **self.attributes)
+        arguments = values if self.arrange is None else self.arrange(**values)
+        return getattr(mb, self.op)(**arguments, **constants, **self.attributes)
 
 
 def together(**values: Any) -> dict[str, Any]:
-    """All inputs as the one variadic parameter ``values``."""
+    """All inputs as the variadic parameter ``values``."""
     return {"values": tuple(values.values())}
 
 

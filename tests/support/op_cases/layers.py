@@ -17,7 +17,7 @@ _SCORES = np.array([[[0.5, 0.1], [0.9, 0.2], [0.1, 0.3]]], np.float32)
 _NMS = {"iou_threshold": np.float32(0.5)}
 
 
-def _kept(boxes, scores, order, count, width):
+def _select(boxes, scores, order, count, width):
     indices = torch.full((width,), -1)
     indices[:count] = torch.tensor(order)
     rows = [boxes[0, i] if i >= 0 else torch.zeros(4) for i in indices]
@@ -34,7 +34,7 @@ DETECTION = [
         {"max_boxes": 4, "per_class_suppression": per_class},
         _I16,
         expected=lambda boxes, scores, o=order, **_: [
-            *_kept(boxes, scores, o, len(o), 4),
+            *_select(boxes, scores, o, len(o), 4),
             torch.tensor([len(o)], dtype=torch.int32),
         ],
     )
@@ -58,7 +58,7 @@ DETECTION = [
         {"max_boxes": 2},
         _I17,
         expected=lambda boxes, scores, **_: [
-            r.mT if r.is_floating_point() else r for r in _kept(boxes.mT, scores.mT, [1, 2], 2, 2)
+            r.mT if r.is_floating_point() else r for r in _select(boxes.mT, scores.mT, [1, 2], 2, 2)
         ],
     ),
 ]

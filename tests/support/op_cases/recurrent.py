@@ -1,4 +1,4 @@
-"""Recurrent layers: those that torch has against torch, the others against their equations."""
+"""Recurrent layers: against torch where torch has the layer, else against the equations."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _lstm_equations(activations, x, h, c, w_ih, w_hh, bias=0.0, peephole=None, c
 
 
 def _lstm_case(note, direction="forward", every=True, activations=None, bias=True, **more):
-    """A case whose answer follows from the equations; ``more`` are its other constants."""
+    """A case with the result of the equations; ``more`` are its other constants."""
     both = direction == "bidirectional"
     activations = activations or ("sigmoid", "tanh", "tanh")
     constants = {
@@ -106,10 +106,10 @@ def _lstm_case(note, direction="forward", every=True, activations=None, bias=Tru
         if bias or not name.startswith("bias")
     }
 
-    def expected(x, initial_h, initial_c, clip=None, **given):
+    def expected(x, initial_h, initial_c, clip=None, **weights):
         def one_pass(x, states, suffix=""):
             named = ("weight_ih", "weight_hh", "bias", "peephole")
-            w_ih, w_hh, b, peephole = (given.get(f"{name}{suffix}") for name in named)
+            w_ih, w_hh, b, peephole = (weights.get(f"{name}{suffix}") for name in named)
             b = 0.0 if b is None else b
             return _lstm_equations(activations, x, *states, w_ih, w_hh, b, peephole, clip)
 
@@ -229,7 +229,7 @@ def _gru_equations(x, h, weight_ih, weight_hh, bias, input_bias, after, names, e
 
 
 def _gru_case(note, biases, direction="forward", every=True, after=None, names=None, **options):
-    """A case whose answer follows from the equations; ``after`` is None where it is unknown."""
+    """A case with the result of the equations; ``after`` is None where it is unknown."""
     names = names or ("sigmoid", "tanh")
     attributes = {} if after is None else {"reset_after": after}
     zeros = torch.zeros(12)

@@ -22,8 +22,8 @@ def _rounded(height: int, width: int):
 
     def expected(x, **_):
         for axis, size in ((-2, height), (-1, width)):
-            places = torch.arange(size) * x.shape[axis] / size
-            x = x.index_select(axis, (places + 0.5).long().clamp(max=x.shape[axis] - 1))
+            positions = torch.arange(size) * x.shape[axis] / size
+            x = x.index_select(axis, (positions + 0.5).long().clamp(max=x.shape[axis] - 1))
         return x
 
     return expected

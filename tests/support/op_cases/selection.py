@@ -1,4 +1,4 @@
-"""Gathering, scattering, ordering and making of values."""
+"""Gathering, scattering, sorting and creating values."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _TWICE = np.array([0, 2, 0], dtype=np.int32)
 
 
 def _scattered(mode: str, data, axis, index, updates):
-    """One update after the other."""
+    """Apply one update after the other."""
     result = data.clone()
     for position in np.ndindex(*updates.shape):
         target = list(position)

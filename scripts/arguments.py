@@ -61,7 +61,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 
 def add_seed(parser: argparse.ArgumentParser, what: str) -> None:
     """Declare ``--seed``."""
-    parser.add_argument("--seed", type=seed, default=0, help=f"for {what} (default: 0)")
+    parser.add_argument("--seed", type=seed, default=0, help=f"seed of {what} (default: 0)")
 
 
 def add_allow_missing_kernels(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def add_allow_missing_kernels(parser: argparse.ArgumentParser) -> None:
         "--allow-missing-kernels",
         action="store_true",
         help="exit with 0, and not 3, if ExecuTorch's runtime lacks kernels for operations that "
-        "stay on the CPU, as when the app registers them",
+        "stay on the CPU, for apps that register them",
     )
 
 
@@ -86,7 +86,7 @@ def add_compilation(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=PRECISIONS,
         default="float16",
-        help="floating-point type that Core ML computes in (default: float16)",
+        help="floating-point type that Core ML computes in (default: %(default)s)",
     )
     parser.add_argument(
         "--deployment-target",
@@ -115,9 +115,9 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 
 _SETS = (
-    "a folder of images (.png, .jpg) or arrays (.npy, .npz, .safetensors), or of such folders for "
-    "each class; a file with an array for each input, and labels if they are known; or "
-    "MODULE:FACTORY, which returns samples to iterate over"
+    "a folder of images (.png, .jpg) or arrays (.npy, .npz, .safetensors), or a folder of such "
+    "folders, one for each class; a file with an array for each input, and labels if they are "
+    "known; or MODULE:FACTORY, which returns samples to iterate over"
 )
 
 
@@ -193,7 +193,7 @@ def add_engine(parser: argparse.ArgumentParser, *, judging: bool = False) -> Non
     parser.add_argument(
         "--compute-unit",
         choices=COMPUTE_UNITS,
-        help="processors that the coreml engine may use (default: those of the export)",
+        help="processors that the coreml engine may use (default: the compute unit of the export)",
     )
     parser.add_argument(
         "--exact-nan",

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chat-template",
         metavar="NAME",
-        help="template of a tokenizer with several (default: the one named default)",
+        help="chat template, of a tokenizer with several (default: the template named default)",
     )
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PROGRAM",
         nargs="?",
-        help=".pte, .bpte or .mlpackage; left out with --rules",
+        help=".pte, .bpte or .mlpackage; omitted with --rules",
     )
     parser.add_argument(
         "--rules", action="store_true", help="list the rules with their sources, and stop"
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(*CONSEQUENCES, _ANY),
         metavar="CONSEQUENCE",
         help="fail if a finding has this consequence, repeatable: "
-        f"{', '.join(CONSEQUENCES)} or {_ANY} (default: findings are no failure)",
+        f"{', '.join(CONSEQUENCES)} or {_ANY} (default: findings do not fail the command)",
     )
     parser.add_argument(
         "--etrecord",

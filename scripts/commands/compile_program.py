@@ -136,7 +136,7 @@ COMMAND = Command(
     summary="compile programs ahead of time, into the cache",
     description="Compile the delegates of a .pte, or the functions of an .mlpackage, for every "
     "method and enumerated shape. Loading then takes them from the cache; so do applications "
-    "without Python (docs/native.md). Print how each is called.",
+    "without Python (docs/native.md). Print how each of them is called.",
     add_arguments=add_arguments,
     run=run,
 )

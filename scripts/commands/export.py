@@ -37,7 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     arguments.add_source(parser)
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE.pte", help="required without --dry-run"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE.pte",
+        help="program to write, required without --dry-run",
     )
     parser.add_argument(
         "--dry-run",

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter",
         metavar="NAME",
-        help="adapter that export-llm was given (default: the base model)",
+        help="adapter of the program to use (default: the base model)",
     )
     parser.add_argument(
         "--image",

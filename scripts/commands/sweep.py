@@ -38,11 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only",
         action="append",
         metavar="NAME",
-        help="run the jobs of this name, with wildcards; a model's name for all of its jobs; "
-        "repeatable",
+        help="run only jobs of this name, which may have wildcards; a model's name means all "
+        "of its jobs; repeatable",
     )
     parser.add_argument(
-        "--jobs", type=arguments.positive, metavar="N", help="jobs at a time (default: the file's)"
+        "--jobs",
+        type=arguments.positive,
+        metavar="N",
+        help="jobs at a time (default: jobs in the file)",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
@@ -198,7 +201,7 @@ COMMAND = Command(
     name="sweep",
     summary="lower models with many options, and compare size, speed and accuracy",
     description="Lower every model of a file with every combination of its options, each in a "
-    "process of its own, and compare size, latency, accuracy and what Core ML takes. Jobs "
+    "process of its own, and compare size, latency, accuracy and the delegated share. Jobs "
     "with a result in the folder are not run again.",
     add_arguments=add_arguments,
     run=run,

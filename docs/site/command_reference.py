@@ -22,16 +22,16 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def _subparsers() -> argparse._SubParsersAction[argparse.ArgumentParser]:
-    (found,) = (a for a in main_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return found
+    (subparsers,) = (a for a in main_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return subparsers
 
 
 def _lines() -> Iterator[str]:
     yield "# Commands"
     yield ""
     yield (
-        f"`{PROGRAM} COMMAND --help` prints the same. [The command line](../cli.md) explains what "
-        "commands have in common: sources, inputs, outputs and exit codes."
+        f"`{PROGRAM} COMMAND --help` prints the same. [The command line](../cli.md) explains "
+        "sources, inputs, outputs and exit codes."
     )
     yield ""
     yield "| command | |"
@@ -66,7 +66,7 @@ def _interface(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _typed(action: argparse.Action) -> str:
-    """Return an argument in the forms in which it is typed."""
+    """Return the forms of an argument on the command line."""
     if action.metavar is not None:
         value = str(action.metavar)
     elif action.choices is not None:
@@ -78,7 +78,7 @@ def _typed(action: argparse.Action) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text as Markdown that shows it as it is."""
+    """Return a text as Markdown, with special characters escaped."""
     for character in "\\`*_<[|":
         text = text.replace(character, f"\\{character}")
     return text

@@ -15,7 +15,7 @@ def pages() -> list[Path]:
 
 
 def index() -> str:
-    """Return the page that lists them."""
+    """Return the page that lists all decisions."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -28,7 +28,7 @@ def _lines() -> Iterator[str]:
     yield "|---:|---|"
     for page in reversed(pages()):
         heading = page.read_text("utf-8").partition("\n")[0]
-        found = re.fullmatch(r"# (\d+)\. (.+)", heading)
-        if found is None:
+        match = re.fullmatch(r"# (\d+)\. (.+)", heading)
+        if match is None:
             raise ValueError(f"{page} begins with no number and title: {heading!r}")
-        yield f"| {found[1]} | [{found[2]}]({page.name}) |"
+        yield f"| {match[1]} | [{match[2]}]({page.name}) |"

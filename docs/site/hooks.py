@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: pages that are made while the site is built get their content and place."""
+"""MkDocs hooks: generated pages get their content and their place in the navigation."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ _PYTHON = "reference/python/"
 _DECISIONS = "adr/"
 
 
-@event_priority(100)  # before mkdocstrings reads where the sources are
+@event_priority(100)  # before mkdocstrings reads the sources' paths
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages of a folder in the folder's place in the navigation."""
     _lay_out_sources(config)
-    written = [_DECISIONS + page.name for page in decisions.pages()]
+    pages = [_DECISIONS + page.name for page in decisions.pages()]
     folders = {
         _PYTHON: [f"{_PYTHON}index.md", *(f"{_PYTHON}{m}.md" for m in python_reference.MODULES)],
-        _DECISIONS: [f"{_DECISIONS}index.md", *written],
+        _DECISIONS: [f"{_DECISIONS}index.md", *pages],
     }
     config.nav = [_with_pages(entry, folders) for entry in config.nav or []]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that no one writes."""
-    made = {
+    """Add the generated pages."""
+    generated = {
         _COMMANDS: command_reference.page(),
         f"{_PYTHON}index.md": python_reference.index(),
         f"{_DECISIONS}index.md": decisions.index(),
     }
-    made |= {f"{_PYTHON}{m}.md": python_reference.page(m) for m in python_reference.MODULES}
-    for address, content in made.items():
+    generated |= {f"{_PYTHON}{m}.md": python_reference.page(m) for m in python_reference.MODULES}
+    for address, content in generated.items():
         files.append(File.generated(config, address, content=content))
     return files
 
 
 def _lay_out_sources(config: MkDocsConfig) -> None:
-    """Copy the package with its links followed: griffe, which reads it, follows none.
+    """Copy the package and follow its links, because griffe, which reads it, does not follow links.
 
     The copy lies beside the site, because several may be built at the same time.
     """
@@ -60,7 +60,7 @@ def _lay_out_sources(config: MkDocsConfig) -> None:
 def _with_pages(entry: Any, folders: dict[str, list[str]]) -> Any:
     if isinstance(entry, str):
         return entry
-    ((title, place),) = entry.items()
-    if isinstance(place, list):
-        return {title: [_with_pages(inner, folders) for inner in place]}
-    return {title: folders.get(place, place)}
+    ((title, target),) = entry.items()
+    if isinstance(target, list):
+        return {title: [_with_pages(inner, folders) for inner in target]}
+    return {title: folders.get(target, target)}

@@ -1,4 +1,4 @@
-"""Pages of the Python interface: a directive of mkdocstrings for each public name."""
+"""Pages of the Python interface: a mkdocstrings directive for each public name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Page:
     """The content of a module's page.
 
     Attributes:
-        names: Public names, in the page's order; None for those of the module's ``__all__``.
+        names: Public names, in the page's order; None for the module's ``__all__``.
         elsewhere: Names of ``__all__`` that another page has.
-        inherited: Classes whose base classes in this package have public methods, too.
+        inherited: Classes that inherit public methods from base classes in this package.
         internal: By class the methods that other packages of the project call, and users do not,
             as regular expressions.
     """
@@ -82,10 +82,10 @@ MODULES: Mapping[str, Page] = MappingProxyType(
 
 def names(module: str) -> tuple[str, ...]:
     """Return the public names that the page of a module shows."""
-    shown = MODULES[module]
-    if shown.names is not None:
-        return shown.names
-    exported = (name for name in _exported(_tree(module)) if name not in shown.elsewhere)
+    content = MODULES[module]
+    if content.names is not None:
+        return content.names
+    exported = (name for name in _exported(_tree(module)) if name not in content.elsewhere)
     # Functions, then classes, then constants.
     return tuple(sorted(exported, key=lambda name: (name.isupper(), name[0].isupper())))
 
@@ -112,17 +112,17 @@ def _index() -> Iterator[str]:
 
 
 def _page(module: str) -> Iterator[str]:
-    shown = MODULES[module]
+    content = MODULES[module]
     yield f"# `{module}`"
     yield ""
     yield (ast.get_docstring(_tree(module)) or "").strip()
     for name in names(module):
-        hidden = ["!^_", *(f"!^{method}$" for method in shown.internal.get(name, ()))]
+        hidden = ["!^_", *(f"!^{method}$" for method in content.internal.get(name, ()))]
         yield ""
         yield f"::: {module}.{name}"
         yield "    options:"
         yield f"      filters: {hidden}"
-        yield f"      inherited_members: {str(name in shown.inherited).lower()}"
+        yield f"      inherited_members: {str(name in content.inherited).lower()}"
 
 
 def _summary(module: str) -> str:

@@ -46,8 +46,8 @@ _MODES = (
     ("int8-static", "int8-static"),
     ("int8-weight", "int8-weight"),
     ("int4-weight", "int4-weight"),
-    ("int4-group32 (linear alone)", "int4-group32"),
-    ("codebook-4 (linear alone)", "codebook-4"),
+    ("int4-group32 (only linear)", "int4-group32"),
+    ("codebook-4 (only linear)", "codebook-4"),
     ("palettize-4", "palettize-4"),
 )
 _QAT_EPOCHS = 2
@@ -158,10 +158,10 @@ def markdown(measured: Sequence[Row]) -> str:
         f"A network of two convolutions and a linear layer ({_parameters()} parameters) on "
         f"{images} images of scikit-learn's digits that it was not trained on; in float, eager "
         f"PyTorch recognizes {eager[True]:.2%} ({eager[False]:.2%} without batch norms, which the "
-        f"trained row starts from). Flips are those of all {len(all_images())} images that the "
-        "program and the PyTorch model that was lowered see differently, in fp32 or fp16, "
+        f"trained row starts from). Flips are the images, of all {len(all_images())}, that the "
+        "program and the lowered PyTorch model classify differently, in fp32 or in fp16, "
         "whichever are more. `palettize-4` is "
-        "applied after conversion: for it PyTorch is the reference engine, which runs the same "
+        "applied after conversion: its PyTorch column is the reference engine, which runs the same "
         "program op by op.",
         "",
         "| quantization | PyTorch model | program, fp32 | program, fp16 | flips | `.pte` |",

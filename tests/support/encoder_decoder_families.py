@@ -101,7 +101,7 @@ FAMILIES: Mapping[str, Family] = {
 """By a name."""
 
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
-    "mvp": (_BART, "does not compute with caches", "its module attends by itself"),
+    "mvp": (_BART, "does not compute with caches", "its module has its own attention"),
     "moonshine": (
         {**_TOKENS, "hidden_size": 32, "intermediate_size": 48},
         "takes a source that is not supported: got input_values",

@@ -112,8 +112,8 @@ FAMILIES: Mapping[str, Family] = {
     "smollm3": Family("SmolLM 3", "layers without positions", positions="rotary, some layers"),
     "granite": Family("Granite 3", "multipliers of embeddings, scores, layers and logits"),
     "olmo": Family("OLMo 1", "layer norms without weights"),
-    "olmo2": Family("OLMo 2", "norms behind layers, norms of queries and keys"),
-    "olmo3": Family("OLMo 3", "norms behind layers", _MIXED, window="some"),
+    "olmo2": Family("OLMo 2", "norms after layers, norms of queries and keys"),
+    "olmo3": Family("OLMo 3", "norms after layers", _MIXED, window="some"),
     "starcoder2": Family("StarCoder 2", "layer norms, biases", _WINDOW, window="all"),
     "gpt_neox": Family(
         "GPT-NeoX, Pythia", "parallel layers, stacked projections", positions="rotary, partial"
@@ -153,7 +153,7 @@ FAMILIES: Mapping[str, Family] = {
         "Command R7B", "parallel layers, layers without positions", _MIXED, window="some"
     ),
     "exaone4": Family(
-        "EXAONE 4", "norms behind layers, layers without positions", _MIXED, window="some"
+        "EXAONE 4", "norms after layers, layers without positions", _MIXED, window="some"
     ),
     "glm": Family("GLM 4 9B", "neighbouring channels rotated", _HEAD, positions="rotary, partial"),
     "glm4": Family("GLM 4 0414", "four norms a layer", _HEAD, positions="rotary, partial"),
@@ -169,7 +169,7 @@ FAMILIES: Mapping[str, Family] = {
         "Persimmon", "layer norms of queries and keys", positions="rotary, partial"
     ),
     "seed_oss": Family("Seed-OSS", "", _HEAD),
-    "hunyuan_v1_dense": Family("Hunyuan 0.5B to 7B", "norms behind the rotation", {"head_dim": 8}),
+    "hunyuan_v1_dense": Family("Hunyuan 0.5B to 7B", "norms after the rotation", {"head_dim": 8}),
     "ernie4_5": Family("ERNIE 4.5 0.3B", "neighbouring channels rotated", _HEAD),
     "jais2": Family("Jais 2", "ReLU squared, layer norms"),
     "diffllama": Family("DiffLlama", "differences of attentions"),
@@ -296,7 +296,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": Family("Qwen 1.5 MoE, Qwen 2 57B", "experts and a shared one", _SHARED),
     "qwen3_moe": Family("Qwen 3 30B A3B", "experts", {**_HEAD, **_EXPERTS}),
     "olmoe": Family("OLMoE", "experts, norms of queries and keys", _EXPERTS),
-    "flex_olmo": Family("FlexOlmo", "experts, norms behind layers", _EXPERTS),
+    "flex_olmo": Family("FlexOlmo", "experts, norms after layers", _EXPERTS),
     "granitemoe": Family("Granite 3 MoE", "experts, multipliers", _EXPERTS),
     "granitemoeshared": Family(
         "Granite MoE with a shared expert",
@@ -373,8 +373,8 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
         "AfmoeForCausalLM is not supported",
         "its module needs attention in one piece of memory",
     ),
-    "llama4_text": ({}, "Llama4TextExperts", "experts with a form of their own"),
-    "jetmoe": ({}, "JetMoeParallelExperts", "experts with a form of their own"),
+    "llama4_text": ({}, "Llama4TextExperts", "experts with a special form"),
+    "jetmoe": ({}, "JetMoeParallelExperts", "experts with a special form"),
     "mpt": ({}, "MptForCausalLM is not supported", "its biases are cut at a number of tokens"),
     "rwkv": ({}, "does not compute with a cache", "its module takes no cache"),
     "recurrent_gemma": (
@@ -386,7 +386,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
     "gpt_neo": (
         {"attention_types": [[["global", "local"], 1]]},
         "does not compute with a cache",
-        "its masks have room for the context alone",
+        "its masks cover only the context",
     ),
 }
 """By ``model_type``: changes of a configuration, what the error says, and why in short."""

@@ -174,13 +174,13 @@ def read_profile(blocks: Iterable[Sequence[Any]]) -> Profile:
         blocks: Events of ``Inspector``, by block.
 
     Raises:
-        ProgramError: Runs differ in what they execute, or there is no run.
+        ProgramError: Runs execute different operations, or there is no run.
     """
     method_blocks = [
         events for events in map(list, blocks) if any(e.name == _EXECUTE for e in events)
     ]
     if len(method_blocks) != 1:
-        raise ProgramError("runs of the program differ in what they execute")
+        raise ProgramError("runs of the program execute different operations")
     events = method_blocks[0]
     operations: list[Operation] = []
     delegates: list[tuple[float, ...]] = []

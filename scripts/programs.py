@@ -403,7 +403,7 @@ def as_output(value: object) -> Output:
     if isinstance(value, int):
         return torch.tensor(value)
     raise ProgramError(
-        "the model returns a value that no program returns",
+        "the model returns a value that no program can return",
         got=repr(value),
         expected="tensors, numbers, texts and None",
     )

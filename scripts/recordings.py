@@ -127,13 +127,13 @@ def record(
         with_program: Whether the recording gets the files of the program.
 
     Raises:
-        OptionError: There are ``inputs``, and several methods that might take them.
+        OptionError: There are ``inputs``, but several methods.
         CoreMLDelegateError: See ``programs.load`` and its result.
     """
     methods = {method: method} if method is not None else loading.methods()
     if inputs and len(methods) > 1:
         raise OptionError(
-            "inputs are those of one method",
+            "the inputs fit only one method",
             got=", ".join(methods),
             remedy="Name it with --method, or record random inputs",
         )
@@ -244,7 +244,7 @@ def _require_same_program(recording: Recording, loading: Loading) -> None:
             "the recording is of another program",
             got=", ".join(_file_text(path, digest) for digest, path in paths.items()),
             expected=", ".join(_file_text(file.path, file.sha256) for file in recording.files),
-            remedy="Pass the very files that were recorded, --data too",
+            remedy="Pass exactly the recorded files, also for --data",
         )
 
 

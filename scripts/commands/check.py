@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list_rules(args: argparse.Namespace) -> int:
     if args.program is not None:
-        args.refuse_usage("--rules goes without PROGRAM")
+        args.refuse_usage("--rules takes no PROGRAM")
     from coreml_delegate.device_check import RULES
     from coreml_delegate.scripts.device_findings import rules_text
 
@@ -198,7 +198,7 @@ def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
             if args.method in (None, case.method)
         ]
     elif args.method is not None:
-        raise OptionError("--method is for the runs of --calibration", got=args.method)
+        raise OptionError("--method needs --calibration", got=args.method)
     diagnoses: list[tuple[str, Diagnosis]] = []
     with console.progress(samples, "Running on the data") as tracked:
         for method, inputs in tracked:

@@ -285,7 +285,7 @@ def _check_outputs(args: argparse.Namespace) -> Path | None:
     bundle = None
     if output is not None and args.bundle is not None:
         if output.suffix == BUNDLE_SUFFIX:
-            args.refuse_usage(f"--output is the program itself, {BUNDLE_SUFFIX} lies beside it")
+            args.refuse_usage(f"--output is the .pte; the {BUNDLE_SUFFIX} is written beside it")
         bundle = output.with_suffix(BUNDLE_SUFFIX)
     check_outputs((output, bundle, args.etrecord, *reports), force=args.force)
     return output

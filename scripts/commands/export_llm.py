@@ -189,7 +189,7 @@ def _model(
     context = args.context or min(most, _CONTEXT)
     if context > most:
         raise OptionError(
-            "the context is longer than the model was made for",
+            "the context is longer than the model supports",
             got=f"--context {context}",
             expected=f"at most {most}",
         )

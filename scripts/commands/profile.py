@@ -116,7 +116,7 @@ def _measure(args: argparse.Namespace, path: Path, etrecord: Path | None) -> Pro
     from coreml_delegate.third_party import wrap_errors
 
     if args.method not in (None, "forward") and etrecord is not None:
-        raise OptionError("ExecuTorch's ETRecords are read for forward only", got=args.method)
+        raise OptionError("ExecuTorch's ETRecords support only the method forward", got=args.method)
     with console.step(f"Loading {path}"):
         traced = load_traced(
             path,

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if folder.path.exists() and not folder.path.is_dir():
         raise OptionError("output is not a folder", got=str(folder.path))
     earlier = None if args.compare is None else Earlier(read_results(args.compare))
-    with console.step("Reading what the jobs read"):
+    with console.step("Reading the files of the jobs"):
         sweep = Sweep(file, jobs, folder, keep_programs=args.keep_programs)
     if args.list:
         for job, missing in sweep.missing(retry=args.retry_failed):

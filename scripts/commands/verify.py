@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     args.data_set, args.data = arguments.split_data(args.data)
     if args.data_set is not None and args.input:
-        args.refuse_usage("--input and --data both say what to compare on")
+        args.refuse_usage("--input and --data exclude each other")
     if args.against is not None:
         return _verify_engine(args)
     if args.program is None:

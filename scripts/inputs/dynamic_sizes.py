@@ -139,7 +139,7 @@ def _add_remedy() -> Generator[None]:
             error.what,
             got=error.got,
             expected=error.expected,
-            remedy="The model has to take every size; inputs of one size each need --dynamic",
+            remedy="The model must take every size; inputs that share a size each need --dynamic",
         ) from error
 
 

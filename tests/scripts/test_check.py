@@ -218,7 +218,7 @@ def test_an_ignored_rule_does_not_fail(package, capsys):
         (["model.mlpackage", "--etrecord", "x"], "--etrecord is for a .pte: got model.mlpackage"),
         (["model.mlpackage", "--data", "x.ptd"], "--data is for a .pte: got model.mlpackage"),
         (["model.mlpackage", "--calibration", "none.npz"], "no such calibration file"),
-        (["model.mlpackage", "--method", "main"], "--method is for the runs of --calibration"),
+        (["model.mlpackage", "--method", "main"], "--method needs --calibration"),
         (["plain.pte"], "has no Core ML delegate"),
         (["tiny.pte", "--etrecord", "plain.pte"], "plain.pte is no ETRecord"),
     ],

@@ -198,7 +198,7 @@ def test_verify_takes_data_in_any_cut(capsys):
     ("args", "code", "message"),
     [
         (["--data", "a.npz", "--data", "b.npz"], 1, "--data names two data sets: got a.npz, b.npz"),
-        (["--data", "none.npz", "--input", "x.npy"], 2, "--input and --data both say what"),
+        (["--data", "none.npz", "--input", "x.npy"], 2, "--input and --data exclude each other"),
         (["--data", "none.npz", "--against", "openvino"], 2, "--against takes no data set"),
     ],
 )

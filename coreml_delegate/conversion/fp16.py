@@ -174,7 +174,7 @@ def _sources(scores: Node) -> Iterator[Any]:
         if node.op != "call_function":
             if is_added or is_stored(node):
                 yield node
-        elif ScoreRole.CARRIES in _role(node):
+        elif ScoreRole.PROPAGATES in _role(node):
             yield from (a for a in node.args if isinstance(a, float | int))
 
 
@@ -189,7 +189,7 @@ def _origins(scores: Node) -> Iterator[tuple[Node, bool]]:
         seen.add(node)
         yield node, is_added
         role = _role(node)
-        if ScoreRole.CARRIES in role:
+        if ScoreRole.PROPAGATES in role:
             adds = is_added or ScoreRole.ADDS in role
             open_ends += [(source, adds) for source in node.all_input_nodes]
 

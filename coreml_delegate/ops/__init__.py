@@ -1,7 +1,7 @@
 """Records of ATen ops, one per op, in a module per family.
 
-``RECORDS`` has every op that Core ML can take, ``REFUSED`` those that coremltools translates and
-that are not delegated all the same, ``COMPOSITES`` those that the quantizer alone meets.
+``RECORDS`` has every op that Core ML can take, ``REFUSED`` the ops that coremltools translates but
+that are not delegated, ``COMPOSITES`` the ops that only the quantizer sees.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ RECORDS: Mapping[str, OpRecord] = _by_target(r for family in FAMILIES for r in f
 COMPOSITES: tuple[CompositeOp, ...] = tuple(
     op for family in FAMILIES for op in getattr(family, "COMPOSITES", ())
 )
-"""The ops that are quantized and decomposed before a partitioner is asked."""
+"""The ops that are quantized and then decomposed, before the partitioner runs."""
 
 NAMESPACES = frozenset(
     {
@@ -95,14 +95,14 @@ NAMESPACES = frozenset(
 
 
 def record_of(name: str) -> OpRecord | None:
-    """The record of a target name; a copying variant has the record of its view."""
-    found = RECORDS.get(name)
-    if found is None:
-        namespace, _, rest = name.partition(".")
-        op, _, overload = rest.partition(".")
+    """Return the record of a target name; a ``_copy`` variant has the record of its view."""
+    record = RECORDS.get(name)
+    if record is None:
+        namespace, _, qualified = name.partition(".")
+        op, _, overload = qualified.partition(".")
         if op.endswith("_copy"):
-            found = RECORDS.get(f"{namespace}.{op.removesuffix('_copy')}.{overload}")
-    return found
+            record = RECORDS.get(f"{namespace}.{op.removesuffix('_copy')}.{overload}")
+    return record
 
 
 def obstacles_in(
@@ -112,50 +112,50 @@ def obstacles_in(
     constants_inside: bool = True,
     veto: Callable[[Node], Reason | None] | None = None,
 ) -> dict[Node, Reason]:
-    """The calls of a program that Core ML cannot take, each with the reason.
+    """Return the calls of a program that Core ML cannot take, each with the reason.
 
     Args:
         program: In ATen or edge dialect, with fake tensors in ``meta["val"]``.
         target: Opset of the deployment target, or None if the newest may be demanded.
-        constants_inside: Whether Core ML is given the program's constants; otherwise they are
-            inputs like others.
-        veto: Reasons of the caller's own, which come first.
+        constants_inside: Whether the Core ML model has the program's constants; otherwise they are
+            inputs.
+        veto: Returns the caller's own reason to refuse a call, or None; it takes precedence.
     """
     constants = stored_nodes(program) if constants_inside else frozenset[Node]()
-    around = WideIntegers().obstacles(program)
+    range_reasons = WideIntegers().obstacles(program)
     if constants_inside:
-        around |= narrow_constants(program)
+        range_reasons |= narrow_constants(program)
 
     def own_reason(node: Node) -> Reason | None:
         reason = veto(node) if veto is not None else None
-        return reason or obstacle(node, target, constants) or around.get(node)
+        return reason or obstacle(node, target, constants) or range_reasons.get(node)
 
-    found = _with_parts(program, own_reason)
-    passed = {name for name in program.graph_signature.user_inputs if isinstance(name, str)}
+    refused = _refuse_with_parts(program, own_reason)
+    inputs = {name for name in program.graph_signature.user_inputs if isinstance(name, str)}
     if not constants_inside:
-        passed.update(node.name for node in program.graph.find_nodes(op="placeholder"))
-    crossing = boundary_obstacles(program.graph, found, passed)
-    return _with_parts(program, lambda node: found.get(node) or crossing.get(node))
+        inputs.update(node.name for node in program.graph.find_nodes(op="placeholder"))
+    crossing = boundary_obstacles(program.graph, refused, inputs)
+    return _refuse_with_parts(program, lambda node: refused.get(node) or crossing.get(node))
 
 
-def _with_parts(
+def _refuse_with_parts(
     program: ExportedProgram, reason_of: Callable[[Node], Reason | None]
 ) -> dict[Node, Reason]:
-    """The calls that have a reason; a result cannot be delegated without the op it is of."""
-    found: dict[Node, Reason] = {}
+    """Return refused calls with reasons; a ``getitem`` is refused with its multi-result op."""
+    reasons: dict[Node, Reason] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         reason = reason_of(node)
-        if reason is None and target_name(node.target) == GETITEM and node.args[0] in found:
-            reason = part_of(node.args[0], found[node.args[0]])
+        if reason is None and target_name(node.target) == GETITEM and node.args[0] in reasons:
+            reason = part_of(node.args[0], reasons[node.args[0]])
         if reason is not None:
-            found[node] = reason
-    return found
+            reasons[node] = reason
+    return reasons
 
 
 def obstacle(node: Node, target: Opset | None, constants: Collection[Node] = ()) -> Reason | None:
-    """Why Core ML cannot take a call by itself, or None if it can.
+    """Return why Core ML cannot take a call, regardless of its neighbours, or None if it can.
 
     Args:
         node: Of a graph in ATen or edge dialect, with fake tensors in ``meta["val"]``.
@@ -179,11 +179,11 @@ def obstacle(node: Node, target: Opset | None, constants: Collection[Node] = ())
     return reason
 
 
-def _too_old(what: str, needed: Opset, target: Opset) -> Reason:
+def _too_old(subject: str, required: Opset, target: Opset) -> Reason:
     return Reason(
         ReasonCode.OPSET,
-        f"{what} needs {needed.name}, the deployment target is {target.name}",
-        remedy=f"Raise minimum_deployment_target to {needed.name}",
+        f"{subject} needs {required.name}, the deployment target is {target.name}",
+        remedy=f"Raise minimum_deployment_target to {required.name}",
     )
 
 
@@ -195,20 +195,20 @@ def _without_record(name: str) -> Reason:
 
 
 def part_of(source: Node, reason: Reason) -> Reason:
-    """Why a result of ``source`` cannot be delegated, which itself cannot."""
+    """Return the reason to refuse a result of ``source``, which is refused for ``reason``."""
     text = f"part of {target_name(source.target)}: {reason.text}"
     return Reason(reason.code, text, reason.remedy, reason.issue)
 
 
 def required_opset(nodes: Iterable[Node]) -> Opset:
-    """The oldest opset that can express every call among ``nodes`` that has a record."""
+    """Return the oldest opset that can express all calls among ``nodes`` that have a record."""
     records = ((record_of(target_name(n.target)), n) for n in nodes if n.op == "call_function")
-    found = (record.oldest(OpCall.of(node)) for record, node in records if record is not None)
-    return max(found, default=Opset.iOS15)
+    opsets = (record.oldest(OpCall.of(node)) for record, node in records if record is not None)
+    return max(opsets, default=Opset.iOS15)
 
 
 def flops_of(node: Node) -> int:
-    """Estimated operations of one node; 0 for all that is no call of an operator.
+    """Return the estimated operations of a node, 0 if it calls no operator.
 
     Args:
         node: Of a graph in ATen or edge dialect, with fake tensors in ``meta["val"]``.
@@ -216,16 +216,16 @@ def flops_of(node: Node) -> int:
     if node.op != "call_function":
         return 0
     name = target_name(node.target)
-    namespace, _, rest = name.partition(".")
+    namespace, _, op = name.partition(".")
     if namespace not in NAMESPACES:
         return 0
     record = record_of(name)
-    estimate = record.flops if record is not None else _estimator(namespace, rest)
+    estimate = record.flops if record is not None else _estimator(namespace, op)
     return estimate(OpCall.of(node))
 
 
 def _estimator(namespace: str, op: str) -> Estimator:
-    """The estimator for an overload without a record: that of another overload, if one has it."""
+    """Return an estimator for an op without a record, by preference of another overload."""
     name = op.partition(".")[0].removesuffix("_copy")
     siblings = (r for t, r in RECORDS.items() if t.startswith(f"{namespace}.{name}."))
     sibling = next(siblings, None)

@@ -25,12 +25,15 @@ from coreml_delegate.ops.quantization import CompositeOp, Pattern, Quantization,
 from coreml_delegate.ops.record import OpRecord, ScoreRole
 
 
-def _bends_above_zero(call: OpCall) -> bool:
+def _has_positive_formula(call: OpCall) -> bool:
     return call.arguments["beta"] > 0 and call.arguments["threshold"] >= 0
 
 
 def _gelu(node: Node) -> None:
-    """Spell the tanh approximation out, which coremltools fuses; it overlooks the argument."""
+    """``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2`` for ``approximate="tanh"``.
+
+    Coremltools overlooks the argument, but fuses the formula.
+    """
     arguments = arguments_of(node)
     x = arguments["self"]
     if arguments["approximate"] != "tanh":
@@ -46,7 +49,7 @@ def _gelu(node: Node) -> None:
 
 
 def _elu(node: Node) -> None:
-    """``scale * (x if x > 0 else alpha * (exp(input_scale * x) - 1))``; MIL has alpha alone."""
+    """``scale * (x if x > 0 else alpha * (exp(input_scale * x) - 1))``; MIL has only alpha."""
     arguments = arguments_of(node)
     x, alpha, scale, input_scale = (
         cast(node, arguments[n], value_of(node).dtype)
@@ -55,78 +58,79 @@ def _elu(node: Node) -> None:
     if scale == input_scale == 1:
         become(node, node.target, x, alpha)
         return
-    # Above zero the exponential is that of zero, which contributes nothing and cannot overflow.
+    # The clamp makes the exponential 1 for positive x: it adds nothing and cannot overflow.
     negative = insert(node, ATEN.clamp.default, x, None, 0.0)
     scaled = insert(node, ATEN.mul.Scalar, negative, input_scale)
-    below = insert(node, ATEN.mul.Scalar, insert(node, ATEN.expm1.default, scaled), alpha)
-    both = insert(node, ATEN.add.Tensor, insert(node, ATEN.relu.default, x), below)
-    become(node, ATEN.mul.Scalar, both, scale)
+    below_zero = insert(node, ATEN.mul.Scalar, insert(node, ATEN.expm1.default, scaled), alpha)
+    total = insert(node, ATEN.add.Tensor, insert(node, ATEN.relu.default, x), below_zero)
+    become(node, ATEN.mul.Scalar, total, scale)
 
 
 def _log_softmax(node: Node) -> None:
-    """The distance from the largest score, less the logarithm of the sum of exponentials.
+    """``(x - max) - log(sum(exp(x - max)))``, with maximum and sum along ``dim``.
 
-    Coremltools takes the logarithm of a softmax, which is zero where a score is far below the
-    largest: apple/coremltools#2763.
+    Coremltools takes the logarithm of the softmax, which underflows to zero for scores far below
+    the maximum: apple/coremltools#2763.
     """
     arguments = arguments_of(node)
     x, dim = cast(node, arguments["self"], value_of(node).dtype), arguments["dim"]
-    largest = insert(node, ATEN.amax.default, x, [dim], True)
-    distance = insert(node, ATEN.sub.Tensor, x, largest)
-    exponentials = insert(node, ATEN.exp.default, distance)
+    maximum = insert(node, ATEN.amax.default, x, [dim], True)
+    shifted = insert(node, ATEN.sub.Tensor, x, maximum)
+    exponentials = insert(node, ATEN.exp.default, shifted)
     total = insert(node, ATEN.sum.dim_IntList, exponentials, [dim], True)
-    become(node, ATEN.sub.Tensor, distance, insert(node, ATEN.log.default, total))
+    become(node, ATEN.sub.Tensor, shifted, insert(node, ATEN.log.default, total))
 
 
 def _softplus(node: Node) -> None:
-    """``relu(x) + softplus(-beta * abs(x)) / beta``; above the threshold ``relu(x)`` alone.
+    """``relu(x) + softplus(-beta * abs(x)) / beta``; above the threshold ``relu(x)``.
 
     Coremltools overlooks the threshold: apple/coremltools#2725.
     """
     arguments = arguments_of(node)
     x, beta, threshold = (arguments[n] for n in ("self", "beta", "threshold"))
     scaled = x if beta == 1 else insert(node, ATEN.mul.Scalar, x, float(beta))
-    bend = _bend(node, scaled)
-    if threshold < _VANISHES:
+    formula = _softplus_formula(node, scaled)
+    if threshold < _NEGLIGIBLE_FROM:
         below = insert(node, ATEN.le.Scalar, scaled, float(threshold))
-        bend = insert(node, ATEN.mul.Tensor, bend, cast(node, below, value_of(node).dtype))
+        formula = insert(node, ATEN.mul.Tensor, formula, cast(node, below, value_of(node).dtype))
     if beta != 1:
-        bend = insert(node, ATEN.mul.Scalar, bend, 1.0 / beta)
-    become(node, ATEN.add.Tensor, insert(node, ATEN.relu.default, x), bend)
+        formula = insert(node, ATEN.mul.Scalar, formula, 1.0 / beta)
+    become(node, ATEN.add.Tensor, insert(node, ATEN.relu.default, x), formula)
 
 
-def _bend(node: Node, x: Node) -> Node:
-    """Return the difference of softplus and relu, ``softplus(-abs(x))``.
+def _softplus_formula(node: Node, x: Node) -> Node:
+    """``softplus(x) - relu(x)``, computed as ``softplus(-abs(x))``.
 
-    Of large numbers the Neural Engine's softplus is zero in fp16: apple/coremltools#2687.
+    The Neural Engine's softplus of large numbers is zero in fp16: apple/coremltools#2687.
     """
-    below_zero = insert(node, ATEN.mul.Scalar, insert(node, ATEN.abs.default, x), -1.0)
-    return insert(node, ATEN.softplus.default, below_zero)
+    negative = insert(node, ATEN.mul.Scalar, insert(node, ATEN.abs.default, x), -1.0)
+    return insert(node, ATEN.softplus.default, negative)
 
 
 def _mish(node: Node) -> None:
+    """``x * tanh(softplus(x))``."""
     x = arguments_of(node)["self"]
     relu = insert(node, ATEN.relu.default, x)
-    softplus = insert(node, ATEN.add.Tensor, relu, _bend(node, x))
+    softplus = insert(node, ATEN.add.Tensor, relu, _softplus_formula(node, x))
     become(node, ATEN.mul.Tensor, x, insert(node, ATEN.tanh.default, softplus))
 
 
 def _prelu(node: Node) -> None:
-    """The negative part times the slope, where coremltools takes no slope per channel."""
+    """``relu(x) + slope * min(x, 0)``; coremltools takes a slope per channel only for rank 4."""
     arguments = arguments_of(node)
     x, weight = arguments["self"], arguments["weight"]
-    if value_of(x).dim() == _CHANNELED_RANK or value_of(weight).numel() == 1:
+    if value_of(x).dim() == _RANK_WITH_CHANNEL_SLOPES or value_of(weight).numel() == 1:
         return
     shape = [-1 if d == 1 else 1 for d in range(value_of(x).dim())]
     slopes = insert(node, ATEN.view_copy.default, weight, shape)
-    below = insert(node, ATEN.mul.Tensor, insert(node, ATEN.clamp.default, x, None, 0.0), slopes)
-    become(node, ATEN.add.Tensor, insert(node, ATEN.relu.default, x), below)
+    negative = insert(node, ATEN.mul.Tensor, insert(node, ATEN.clamp.default, x, None, 0.0), slopes)
+    become(node, ATEN.add.Tensor, insert(node, ATEN.relu.default, x), negative)
 
 
-_CHANNELED_RANK = 4
-_VANISHES = 16  # softplus(-16) is 1e-7
+_RANK_WITH_CHANNEL_SLOPES = 4
+_NEGLIGIBLE_FROM = 16  # softplus(-16) is 1e-7
 
-_POSITIVE = holds(_bends_above_zero, ReasonCode.ARGUMENT, "beta or threshold below zero")
+_POSITIVE = holds(_has_positive_formula, ReasonCode.ARGUMENT, "beta or threshold below zero")
 
 _op = partial(OpRecord, merge=pointwise, quantization=activation())
 _along = partial(OpRecord, merge=along("dim"))

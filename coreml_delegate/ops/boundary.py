@@ -30,7 +30,7 @@ from coreml_delegate.ops.call import (
 def boundary_obstacles(
     graph: Graph, refused: Mapping[Node, Reason], inputs: Collection[str] = ()
 ) -> dict[Node, Reason]:
-    """Return the calls that cannot be delegated because others are not.
+    """Return the calls that cannot be delegated because their neighbours are not.
 
     Args:
         graph: In ATen or edge dialect, with fake tensors in ``meta["val"]``.
@@ -40,44 +40,44 @@ def boundary_obstacles(
     Returns:
         The further calls, each with the reason.
     """
-    found: dict[Node, Reason] = {}
+    reasons: dict[Node, Reason] = {}
     while True:
-        before = len(found)
+        count = len(reasons)
         for value, code, text, remedy in _tensors_that_cannot_cross(
-            graph, {**refused, **found}, inputs
+            graph, {**refused, **reasons}, inputs
         ):
-            touching = _producers_and_users(value)
-            outside = [n for n in touching if n.op != "call_function" or n in refused or n in found]
+            calls = _producers_and_users(value)
+            outside = [n for n in calls if n.op != "call_function" or n in refused or n in reasons]
             if outside:
                 leaves = f" and leaves the partition at {outside[0].name!r}"
                 where = "" if outside[0] is value else leaves
-                reason = Reason(code, f"{text}{where}, {_WANTED[code]}", remedy)
-                found |= {node: reason for node in touching if node not in outside}
-        if len(found) == before:
-            return found
+                reason = Reason(code, f"{text}{where}, {_ACCEPTED[code]}", remedy)
+                reasons |= {node: reason for node in calls if node not in outside}
+        if len(reasons) == count:
+            return reasons
 
 
 def shared_across_partitions(
     graph: Graph, groups: Iterable[Collection[Node]]
 ) -> dict[Node, Reason]:
-    """Return the calls that share a tensor which may cross no boundary, and lie in several groups.
+    """Return calls in several groups that share a tensor which cannot cross a boundary.
 
     Args:
         graph: In edge dialect.
         groups: The calls of each partition.
     """
     group_of = {node: n for n, group in enumerate(groups) for node in group}
-    found: dict[Node, Reason] = {}
+    reasons: dict[Node, Reason] = {}
     for value, code, text, remedy in _tensors_that_cannot_cross(graph, (), ()):
-        touching = _producers_and_users(value)
-        together = {group_of.get(node) for node in touching}
-        if len(together) > 1:
+        calls = _producers_and_users(value)
+        groups_of_calls = {group_of.get(node) for node in calls}
+        if len(groups_of_calls) > 1:
             reason = Reason(code, f"{text} and is shared by several partitions", remedy)
-            found |= {node: reason for node in touching if node in group_of}
-    return found
+            reasons |= {node: reason for node in calls if node in group_of}
+    return reasons
 
 
-_WANTED = {
+_ACCEPTED = {
     ReasonCode.RANK: f"Core ML takes at most {MAX_RANK}",
     ReasonCode.LAYOUT: "Core ML is row-major",
 }
@@ -93,20 +93,22 @@ def _tensors_that_cannot_cross(
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             continue
-        comes_in = node.op == "placeholder" and node.name in inputs
-        if value.dim() > MAX_RANK and (comes_in or node.op == "call_function"):
+        is_input = node.op == "placeholder" and node.name in inputs
+        if value.dim() > MAX_RANK and (is_input or node.op == "call_function"):
             yield node, ReasonCode.RANK, f"{node.name!r} has rank {value.dim()}", None
-        from_cpu = node in on_cpu and not _is_view(node)
-        follows = any(source in strided for source in node.all_input_nodes)
-        if (comes_in or follows or from_cpu or _demands(node)) and _order(node) is not None:
+        is_cpu_result = node in on_cpu and not _is_view(node)
+        has_strided_input = any(source in strided for source in node.all_input_nodes)
+        may_be_strided = is_input or has_strided_input or is_cpu_result or _demands_layout(node)
+        if may_be_strided and _dim_order(node) is not None:
             strided.add(node)
-            yield node, ReasonCode.LAYOUT, f"{node.name!r} has dim order {_order(node)}", _REMEDY
+            text = f"{node.name!r} has dim order {_dim_order(node)}"
+            yield node, ReasonCode.LAYOUT, text, _REMEDY
 
 
 def _producers_and_users(value: Node) -> list[Node]:
-    """Return the calls that make or take a tensor."""
-    whole = [value.args[0]] if target_name(value.target) == GETITEM else []
-    return [*(node for node in whole if isinstance(node, Node)), value, *value.users]
+    """Return the calls that produce or use a tensor."""
+    producers = [value.args[0]] if target_name(value.target) == GETITEM else []
+    return [*(node for node in producers if isinstance(node, Node)), value, *value.users]
 
 
 def _is_view(node: Node) -> bool:
@@ -114,12 +116,12 @@ def _is_view(node: Node) -> bool:
     return isinstance(overload, OpOverload) and overload.is_view
 
 
-def _demands(node: Node) -> bool:
+def _demands_layout(node: Node) -> bool:
     formats = node.kwargs.get("memory_format"), node.kwargs.get("dim_order")
     return any(f is not None for f in formats)
 
 
-def _order(node: Node) -> tuple[int, ...] | None:
+def _dim_order(node: Node) -> tuple[int, ...] | None:
     """The dim order of the node's result, None if it is row-major or no tensor."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -128,9 +130,9 @@ def _order(node: Node) -> tuple[int, ...] | None:
 
 
 def is_row_major(value: torch.Tensor) -> bool:
-    """Whether the last dimension is the innermost, and so on, whatever strides have those of one.
+    """Whether strides are row-major; strides of dimensions of size 1 do not count.
 
-    A transposed dimension of one element moves nothing, but ``dim_order`` tells of it.
+    Transposing a dimension of size 1 moves nothing, but changes ``dim_order``.
     """
     expected: int | torch.SymInt = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):

@@ -41,7 +41,7 @@ DECOMPRESS = frozenset({DEQUANTIZE_AFFINE, DEQUANTIZE_CODEBOOK})
 
 
 class ReasonCode(enum.StrEnum):
-    """Why a node is not delegated, or runs nowhere, for programs; ``Reason.text`` is for people."""
+    """Why a node is not delegated or not runnable, for programs; ``Reason.text`` is for people."""
 
     NO_RULE = "no-rule"
     DTYPE = "dtype"
@@ -64,13 +64,13 @@ class ReasonCode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One obstacle.
+    """Why a node is not delegated.
 
     Attributes:
         code: For programs.
         text: What stands in the way, with the offending value.
         remedy: What the user can do, or None.
-        issue: Upstream issue that will lift it, as ``owner/repo#number``, or None.
+        issue: Upstream issue that causes it, as ``owner/repo#number``, or None.
     """
 
     code: ReasonCode
@@ -98,7 +98,7 @@ class OpCall:
 
     @classmethod
     def of(cls, node: Node, constants: Collection[Node] = ()) -> OpCall:
-        """Bind a node's arguments to the names and defaults of its op's schema."""
+        """Bind a node's arguments to its op's schema, defaults included."""
         schema = getattr(overload_of(node.target), "_schema", None)
         if schema is None:
             names = [f"arg{i}" for i in range(len(node.args))]
@@ -110,48 +110,48 @@ class OpCall:
         return cls(node, bound, constants)
 
     def tensors(self, name: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and fake tensor of every tensor argument, or of those in argument ``name``."""
+        """Yield name and fake tensor of all tensor arguments, or of argument ``name`` only."""
         for key, value in self.arguments.items():
             if name is None or key == name:
                 yield from ((key, tensor) for tensor in _tensors_in(value))
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """Fake tensor of one argument, None if it is left out or no tensor."""
+        """Return the fake tensor of an argument, None if it is omitted or no tensor."""
         return next((tensor for _, tensor in self.tensors(name)), None)
 
     def outputs(self) -> list[torch.Tensor]:
-        """Fake tensors of the results that are used (of several, by ``getitem``)."""
+        """Return the fake tensors of the used results (several results are used by ``getitem``)."""
         value = self.node.meta.get("val")
         if not isinstance(value, list | tuple):
             return list(_tensors_in(value))
-        taken = self.results_used()
-        return [t for i, item in enumerate(value) if i in taken for t in _tensors_in(item)]
+        used = self.results_used()
+        return [t for i, item in enumerate(value) if i in used for t in _tensors_in(item)]
 
     def results_used(self) -> list[int]:
-        """Indices of the results that are used; ``torch.export`` names unused ones too."""
-        taken = (u for u in self.node.users if target_name(u.target) == GETITEM and u.users)
-        return sorted({int(str(u.args[1])) for u in taken})
+        """Return the indices of used results; ``torch.export`` also emits unused ``getitem``."""
+        items = (u for u in self.node.users if target_name(u.target) == GETITEM and u.users)
+        return sorted({int(str(u.args[1])) for u in items})
 
 
 def overload_of(target: Any) -> Any:
-    """The ATen overload behind an edge op or a stand-in; other targets unchanged."""
-    found = unwrap_edge_op(target)
-    return ORIGINALS.get(found, found) if isinstance(found, OpOverload) else found
+    """Return the ATen overload of an edge op or placeholder op; other targets unchanged."""
+    overload = unwrap_edge_op(target)
+    return ORIGINALS.get(overload, overload) if isinstance(overload, OpOverload) else overload
 
 
 def is_placeholder_op(target: Any) -> bool:
-    """Whether a target, perhaps of edge dialect, stands for an ATen op: see ``placeholder_ops``."""
-    found = unwrap_edge_op(target)
-    return isinstance(found, OpOverload) and found in ORIGINALS
+    """Whether a target, in ATen or edge dialect, is a placeholder op: see ``placeholder_ops``."""
+    overload = unwrap_edge_op(target)
+    return isinstance(overload, OpOverload) and overload in ORIGINALS
 
 
 def unwrap_edge_op(target: Any) -> Any:
-    """The overload of which an edge op was made, a stand-in as it is; other targets unchanged."""
+    """Return the overload of an edge op; other targets, and placeholder ops, unchanged."""
     return target if isinstance(target, OpOverload) else getattr(target, "_op", target)
 
 
 def target_name(target: Any) -> str:
-    """Canonical name of a call target: ``aten.conv2d.default``, ``operator.getitem``."""
+    """Return the canonical name of a target: ``aten.conv2d.default``, ``operator.getitem``."""
     overload = overload_of(target)
     if isinstance(overload, OpOverload):
         return str(overload)
@@ -160,21 +160,21 @@ def target_name(target: Any) -> str:
 
 
 def called_target(node: Node) -> Any:
-    """The target of a call, also if torch wrapped it because it writes its arguments."""
+    """Return the target of a call, unwrapped from ``auto_functionalized``."""
     is_wrapped = node.target in _FUNCTIONALIZED and node.args
     return node.args[0] if is_wrapped else node.target
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     for item in flatten(value):
-        found = item.meta.get("val") if isinstance(item, Node) else item
-        for tensor in flatten(found):
+        value_of_item = item.meta.get("val") if isinstance(item, Node) else item
+        for tensor in flatten(value_of_item):
             if isinstance(tensor, torch.Tensor):
                 yield tensor
 
 
 def flatten(value: Any) -> Iterator[Any]:
-    """The items of nested lists and tuples."""
+    """Yield the items of nested lists and tuples."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from flatten(item)
@@ -183,6 +183,6 @@ def flatten(value: Any) -> Iterator[Any]:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether an argument is a number that is computed from shapes."""
-    found = value.meta.get("val") if isinstance(value, Node) else value
-    return isinstance(found, torch.SymInt | torch.SymFloat | torch.SymBool)
+    """Whether an argument is a number computed from shapes."""
+    traced = value.meta.get("val") if isinstance(value, Node) else value
+    return isinstance(traced, torch.SymInt | torch.SymFloat | torch.SymBool)

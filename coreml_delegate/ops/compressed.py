@@ -1,9 +1,9 @@
 """Weights that torchao's ``quantize_`` left as integers, or as indices into lookup tables.
 
-Core ML has them as constants that are dequantized when they are used; they are stored as they are.
-No kernel of ExecuTorch runs these ops on the CPU. The rewrites turn them into operators that say
-how MIL stores them: what coremltools makes of torchao's own is limited to matrices with 4 or 8
-bits, and scales the wrong dimension below iOS18 (apple/coremltools#2589).
+Core ML stores the integers or indices and dequantizes them when they are used. ExecuTorch has no
+CPU kernels for these ops. The rewrites turn them into operators that say how MIL stores weights:
+coremltools' translation of torchao's own ops is limited to matrices with 4 or 8 bits, and scales
+the wrong dimension below iOS18 (apple/coremltools#2589).
 """
 
 from __future__ import annotations
@@ -30,31 +30,34 @@ from coreml_delegate.ops.record import Constraint, OpRecord
 from coreml_delegate.targets import Opset
 
 _BYTES = frozenset({torch.int8, torch.uint8})
-_STORED = tuple(torch.iinfo(dtype) for dtype in (torch.int8, torch.uint8))
+_BYTE_RANGES = tuple(torch.iinfo(dtype) for dtype in (torch.int8, torch.uint8))
 _NARROW_BITS = 4
 _MAX_INDEX_BITS = 8
 
 
 def limits(call: OpCall) -> tuple[int, int] | None:
-    """Smallest and largest quantized value of a ``dequantize_affine``; None if not integers."""
+    """Return smallest and largest value of a ``dequantize_affine``; None if not integers."""
     low, high = call.arguments["quant_min"], call.arguments["quant_max"]
     dtype = call.arguments["input_dtype"]
     if low is None or high is None:
         if not isinstance(dtype, torch.dtype) or dtype.is_floating_point:
             return None
-        whole = torch.iinfo(dtype)
-        low, high = whole.min if low is None else low, whole.max if high is None else high
+        info = torch.iinfo(dtype)
+        low, high = (info.min if low is None else low, info.max if high is None else high)
     return (int(low), int(high)) if int(low) == low and int(high) == high else None
 
 
 def blocks(shape: torch.Size, block_size: list[int]) -> tuple[int, ...] | None:
-    """How many blocks each dimension has, -1 being a whole one; None if they do not divide it."""
+    """Return the number of blocks per dimension; None if ``block_size`` does not divide ``shape``.
+
+    A block size of -1 is the size of the dimension.
+    """
     if len(block_size) != len(shape):
         return None
     sizes = [size if block == -1 else block for size, block in zip(shape, block_size, strict=True)]
-    if any(size < 1 or whole % size for whole, size in zip(shape, sizes, strict=True)):
+    if any(block < 1 or size % block for size, block in zip(shape, sizes, strict=True)):
         return None
-    return tuple(whole // size for whole, size in zip(shape, sizes, strict=True))
+    return tuple(size // block for size, block in zip(shape, sizes, strict=True))
 
 
 def _blocks_of(call: OpCall, name: str) -> tuple[int, ...] | None:
@@ -63,8 +66,10 @@ def _blocks_of(call: OpCall, name: str) -> tuple[int, ...] | None:
 
 
 def _range_fits(call: OpCall) -> Reason | None:
-    found = limits(call)
-    if found is not None and any(t.min <= found[0] and found[1] <= t.max for t in _STORED):
+    value_range = limits(call)
+    if value_range is not None and any(
+        t.min <= value_range[0] and value_range[1] <= t.max for t in _BYTE_RANGES
+    ):
         return None
     low, high = call.arguments["quant_min"], call.arguments["quant_max"]
     text = f"its values are {low} .. {high}, Core ML has integers of at most 8 bits"
@@ -72,33 +77,33 @@ def _range_fits(call: OpCall) -> Reason | None:
 
 
 def _scales_fit(call: OpCall) -> Reason | None:
-    count = _blocks_of(call, "input")
+    blocks_per_dim = _blocks_of(call, "input")
     for name in ("scale", "zero_point"):
         tensor = call.tensor(name)
         if tensor is None:
             continue
-        wanted = torch.Size(count or ()).numel()
-        if count is None or tensor.numel() != wanted:
-            given = f"{tuple(tensor.shape)}, block_size={list(call.arguments['block_size'])}"
-            return Reason(ReasonCode.SHAPE, f"{name!r} has not one value per block: {given}")
+        expected = torch.Size(blocks_per_dim or ()).numel()
+        if blocks_per_dim is None or tensor.numel() != expected:
+            got = f"{tuple(tensor.shape)}, block_size={list(call.arguments['block_size'])}"
+            return Reason(ReasonCode.SHAPE, f"{name!r} has not one value per block: {got}")
     return None
 
 
-def _is_blockwise(call: OpCall, count: tuple[int, ...]) -> bool:
-    """Whether scales are finer than one for each index of one dimension."""
+def _is_blockwise(call: OpCall, blocks_per_dim: tuple[int, ...]) -> bool:
+    """Whether scales are finer than one per index of a single dimension."""
     data = call.tensor("input")
     shape = () if data is None else data.shape
-    return sum(n > 1 for n in count) > 1 or any(
-        1 < n < whole for n, whole in zip(count, shape, strict=True)
+    return sum(count > 1 for count in blocks_per_dim) > 1 or any(
+        1 < count < size for count, size in zip(blocks_per_dim, shape, strict=True)
     )
 
 
 def _demand_of_integers(call: OpCall) -> tuple[Opset, str] | None:
-    """Four bits, blocks, and zero points that are floats came with iOS18."""
-    found, count = limits(call), _blocks_of(call, "input")
-    if found is not None and found[1] - found[0] < 2**_NARROW_BITS:
-        return Opset.iOS18, f"weights of {(found[1] - found[0]).bit_length()} bits"
-    if count is not None and _is_blockwise(call, count):
+    """iOS18 for weights of 4 bits, blockwise scales and floating zero points."""
+    value_range, blocks_per_dim = limits(call), _blocks_of(call, "input")
+    if value_range is not None and value_range[1] - value_range[0] < 2**_NARROW_BITS:
+        return Opset.iOS18, f"weights of {(value_range[1] - value_range[0]).bit_length()} bits"
+    if blocks_per_dim is not None and _is_blockwise(call, blocks_per_dim):
         return Opset.iOS18, f"a scale per block of {list(call.arguments['block_size'])}"
     zero_point = call.tensor("zero_point")
     if zero_point is not None and zero_point.dtype.is_floating_point:
@@ -110,30 +115,30 @@ def _tables_fit(call: OpCall) -> Reason | None:
     tables, bits = call.tensor("codebook"), call.arguments["nbits"]
     if tables is None or not 1 <= bits <= _MAX_INDEX_BITS:
         return Reason(ReasonCode.ARGUMENT, f"nbits={bits}, Core ML has indices of 1 to 8 bits")
-    count, shape = _blocks_of(call, "codes"), tuple(tables.shape)
-    if count is None or shape[:-1] != (*count, 2**bits):
-        given = f"{shape}, nbits={bits}, block_size={list(call.arguments['block_size'])}"
-        return Reason(ReasonCode.SHAPE, f"'codebook' has not one table per block: {given}")
+    blocks_per_dim, shape = _blocks_of(call, "codes"), tuple(tables.shape)
+    if blocks_per_dim is None or shape[:-1] != (*blocks_per_dim, 2**bits):
+        got = f"{shape}, nbits={bits}, block_size={list(call.arguments['block_size'])}"
+        return Reason(ReasonCode.SHAPE, f"'codebook' has not one table per block: {got}")
     if shape[-1] != 1:
         return Reason(ReasonCode.SHAPE, f"'codebook' holds vectors of {shape[-1]}, not numbers")
-    if sum(n > 1 for n in count) > 1:
-        text = f"tables along several dimensions ({count}), Core ML takes them along one"
+    if sum(count > 1 for count in blocks_per_dim) > 1:
+        text = f"tables along several dimensions ({blocks_per_dim}), Core ML takes them along one"
         return Reason(ReasonCode.SHAPE, text)
     return None
 
 
 def _shift_scale(node: Node) -> None:
-    """One scale, and perhaps one zero point, per block."""
-    arguments, extent = arguments_of(node), limits(OpCall.of(node))
+    """``scale * (data - zero_point)``, both given per block."""
+    arguments, value_range = arguments_of(node), limits(OpCall.of(node))
     data, scale, zero_point = (arguments[name] for name in ("input", "scale", "zero_point"))
-    count = blocks(value_of(data).shape, list(arguments["block_size"]))
-    if count is None or extent is None:
+    blocks_per_dim = blocks(value_of(data).shape, list(arguments["block_size"]))
+    if blocks_per_dim is None or value_range is None:
         raise ConversionError("blocks of weights that do not fit", got=str(node.format_node()))
-    become(node, mil_ops.shift_scale(), data, scale, zero_point, list(count), *extent)
+    become(node, mil_ops.shift_scale(), data, scale, zero_point, list(blocks_per_dim), *value_range)
 
 
 def _look_up(node: Node) -> None:
-    """The indices as they are stored: torchao widens them to look them up itself."""
+    """Look up the stored indices, without the cast by which torchao widens them."""
     arguments = arguments_of(node)
     codes = arguments["codes"]
     source = codes.args[0] if casts_codes(codes) else codes
@@ -165,7 +170,7 @@ RECORDS = (
         },
         results=FLOAT,
         constraints=(IsConstant("codes"), IsConstant("codebook"), _tables_fit),
-        # A table, and the dimension that indexes it, are two more than the weight's.
+        # The codebook has two more dimensions than the weight: table entries and vector elements.
         max_rank=MAX_RANK + 2,
         since=Opset.iOS18,
         alone=False,

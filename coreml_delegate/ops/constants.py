@@ -1,12 +1,12 @@
-"""Two kinds of constants in a program, which this package tells apart.
+"""Two kinds of constants in a program: stored and derived.
 
 stored
     The program has the value: a parameter, a buffer that nothing mutates, a lifted literal.
 derived
-    Stored, or dequantized from derived values. Core ML stores what is quantized and dequantizes it
+    Stored, or dequantized from derived values. Core ML stores quantized values and dequantizes them
     itself, so a rule that demands a constant takes a derived one.
 
-What is computed from stored constants may become one: see ``transforms.constant_folding``.
+A value computed from stored constants may become stored: see ``transforms.constant_folding``.
 
 The quantizer works on modules, whose constants are attributes: see ``attribute_constants``.
 """
@@ -38,7 +38,7 @@ NOT_FOLDED = "coreml_delegate_not_folded"
 """Keys below ``node.meta["custom"]``, which decompositions keep."""
 
 Inputs = Mapping[int, torch.Tensor | None]
-"""Inputs of a branch that are constants of the whole program, by position; None without a value."""
+"""Inputs of a branch that are constants of the outer program, by position; None if not at hand."""
 NO_INPUTS: Inputs = MappingProxyType({})
 
 
@@ -60,11 +60,11 @@ def stored_constants(program: ExportedProgram) -> Iterator[tuple[Node, str, torc
 
 
 def known_values(program: ExportedProgram, inputs: Inputs) -> dict[Node, torch.Tensor | None]:
-    """Return the values of the stored constants and of those inputs that are constants outside."""
+    """Return the values of the stored constants and of the constant ``inputs`` of a branch."""
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     names = list(program.graph_signature.user_inputs)
     values = {node: value for node, _, value in stored_constants(program)}
-    return values | {nodes[str(names[place])]: value for place, value in inputs.items()}
+    return values | {nodes[str(names[position])]: value for position, value in inputs.items()}
 
 
 def state_value(program: ExportedProgram, key: str) -> torch.Tensor | None:
@@ -89,7 +89,7 @@ def _stored(program: ExportedProgram) -> Iterator[tuple[Node, str]]:
 
 
 def mark_stored(program: ExportedProgram) -> None:
-    """Note in the graph which placeholders are stored, for rewrites, which see one node each."""
+    """Mark stored placeholders in their metadata, for rewrites, which see only one node."""
     for node, _, value in stored_constants(program):
         node.meta[_MARK] = value
 
@@ -100,44 +100,44 @@ def is_stored(argument: Any) -> bool:
 
 
 def is_known(argument: Any) -> bool:
-    """Return whether an argument is stored or computed from stored ones: it may be folded."""
+    """Return whether an argument is stored or computed from stored arguments only."""
     seen: set[Node] = set()
-    open_ends = [argument]
-    while open_ends:
-        source = open_ends.pop()
+    pending = [argument]
+    while pending:
+        source = pending.pop()
         if source in seen or is_stored(source):
             continue
         if source.op != "call_function":
             return False
         seen.add(source)
-        open_ends += source.all_input_nodes
+        pending += source.all_input_nodes
     return True
 
 
 def stored_value(argument: Any) -> torch.Tensor | None:
-    """Return the value of a stored argument, a number as a scalar; None if it is not at hand."""
+    """Return the value of a stored argument as a tensor; None if it is not at hand."""
     if isinstance(argument, int | float):
         return torch.tensor(argument)
-    found = argument.meta.get(_MARK) if isinstance(argument, Node) else None
-    return None if isinstance(found, FakeTensor) else found
+    value = argument.meta.get(_MARK) if isinstance(argument, Node) else None
+    return None if isinstance(value, FakeTensor) else value
 
 
 def attribute_constants(graph: Graph) -> frozenset[Node]:
-    """Return the attributes of a module's graph, and the calls computed from attributes alone."""
-    found: set[Node] = set()
+    """Return the attributes of a module's graph, and the calls computed only from attributes."""
+    constants: set[Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes
         is_computed = node.op == "call_function" and bool(sources)
-        if node.op == "get_attr" or (is_computed and found.issuperset(sources)):
-            found.add(node)
-    return frozenset(found)
+        if node.op == "get_attr" or (is_computed and constants.issuperset(sources)):
+            constants.add(node)
+    return frozenset(constants)
 
 
 # Derived
 
 
 def is_derived(node: Node, constants: Collection[Node]) -> bool:
-    """Return whether a node is one of ``constants``, an attribute, or dequantized from these."""
+    """Return whether a node is in ``constants``, an attribute, or dequantized from such nodes."""
     if node.op == "get_attr" or node in constants:
         return True
     if node.op != "call_function":
@@ -162,21 +162,21 @@ def casts_codes(node: Node) -> bool:
 
 
 def note_fold(constant: Node, growth: int) -> None:
-    """Note at the users of a folded value by how many bytes it makes the program larger."""
+    """Note a folded value and its growth of the program, in bytes, at its users."""
     value = constant.meta["val"]
     dtype = str(value.dtype).removeprefix("torch.")
     entry = {constant.name: (f"{dtype}{list(value.shape)}", growth)}
     for user in constant.users:
-        noted = user.meta.get("custom") or {}
-        user.meta["custom"] = {**noted, FOLDED: {**noted.get(FOLDED, {}), **entry}}
+        custom = user.meta.get("custom") or {}
+        user.meta["custom"] = {**custom, FOLDED: {**custom.get(FOLDED, {}), **entry}}
 
 
 def noted_folds(nodes: Iterable[Node]) -> dict[str, tuple[str, int]]:
     """Return dtype and shape, and growth, of the folded values that ``note_fold`` noted."""
-    found: dict[str, tuple[str, int]] = {}
+    folds: dict[str, tuple[str, int]] = {}
     for node in nodes:
-        found |= (node.meta.get("custom") or {}).get(FOLDED, {})
-    return found
+        folds |= (node.meta.get("custom") or {}).get(FOLDED, {})
+    return folds
 
 
 # Refused
@@ -185,18 +185,18 @@ def noted_folds(nodes: Iterable[Node]) -> dict[str, tuple[str, int]]:
 def narrow_constants(program: ExportedProgram) -> dict[Node, Reason]:
     """Return the calls on stored constants of 8 or 16 bits, each with the reason to refuse it.
 
-    Core ML would store them as they are, and compute with int32. Quantized weights, which are meant
-    to be stored like that, are not refused.
+    Core ML would store them with 8 or 16 bits, but compute with int32. Quantized weights, for which
+    this storage is meant, are not refused.
     """
-    found: dict[Node, Reason] = {}
+    reasons: dict[Node, Reason] = {}
     for node, _ in _stored(program):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype in NARROW:
             dtype = str(value.dtype).removeprefix("torch.")
             text = f"constant {node.name!r} is {dtype}, Core ML computes with int32"
             reason = Reason(ReasonCode.DTYPE, text, remedy="Store it as int32")
-            found |= dict.fromkeys((u for u in node.users if not _dequantizes(u)), reason)
-    return found
+            reasons |= dict.fromkeys((u for u in node.users if not _dequantizes(u)), reason)
+    return reasons
 
 
 def _dequantizes(user: Node) -> bool:

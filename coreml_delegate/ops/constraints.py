@@ -15,14 +15,16 @@ from coreml_delegate.ops.record import Constraint
 
 
 def argument_is(name: str, *accepted: Any, issue: str | None = None) -> Constraint:
-    """The argument has one of the values, its default counting as given."""
+    """The argument, or its default, is among ``accepted``."""
 
     def check(call: OpCall) -> Reason | None:
         value = call.arguments.get(name)
         if any(value is a or value == a for a in accepted):
             return None
-        wanted = " or ".join(repr(a) for a in accepted)
-        return Reason(ReasonCode.ARGUMENT, f"{name}={value!r}, Core ML takes {wanted}", issue=issue)
+        expected = " or ".join(repr(a) for a in accepted)
+        return Reason(
+            ReasonCode.ARGUMENT, f"{name}={value!r}, Core ML takes {expected}", issue=issue
+        )
 
     return check
 
@@ -34,9 +36,9 @@ def rank_between(name: str, low: int, high: int) -> Constraint:
         tensor = call.tensor(name)
         if tensor is None or low <= tensor.dim() <= high:
             return None
-        wanted = str(low) if low == high else f"{low} to {high}"
+        expected = str(low) if low == high else f"{low} to {high}"
         return Reason(
-            ReasonCode.RANK, f"{name!r} has rank {tensor.dim()}, Core ML takes {wanted} here"
+            ReasonCode.RANK, f"{name!r} has rank {tensor.dim()}, Core ML takes {expected} here"
         )
 
     return check
@@ -46,28 +48,30 @@ def only_result_used(index: int) -> Constraint:
     """Only result ``index`` of the op is used; Core ML does not compute the others."""
 
     def check(call: OpCall) -> Reason | None:
-        others = [n for n in call.results_used() if n != index]
-        if not others:
+        other_results = [n for n in call.results_used() if n != index]
+        if not other_results:
             return None
-        return Reason(ReasonCode.USE, f"result {others[0]} is used, Core ML has {index} alone")
+        return Reason(
+            ReasonCode.USE, f"result {other_results[0]} is used, Core ML has only result {index}"
+        )
 
     return check
 
 
 @dataclass(frozen=True, slots=True)
 class IsConstant:
-    """The tensor argument, or each in the list, is a derived constant; see ``ops.constants``.
+    """The argument, or every tensor in its list, is a derived constant; see ``ops.constants``.
 
     Attributes:
         name: Of the argument.
-        may_be_dequantized: Whether a constant that is not stored will do.
+        may_be_dequantized: Whether a derived constant that is not stored is accepted.
     """
 
     name: str
     may_be_dequantized: bool = True
 
     def __call__(self, call: OpCall, /) -> Reason | None:
-        """Why the call is refused, or None."""
+        """Return why the call is refused, or None."""
         nodes = (n for n in flatten(call.arguments.get(self.name)) if isinstance(n, Node))
         if all(self._is_constant(node, call) for node in nodes):
             return None
@@ -88,13 +92,11 @@ def numeric_result(call: OpCall) -> Reason | None:
     return _result_kind(call, lambda dtype: dtype is not torch.bool, "numbers")
 
 
-def _result_kind(
-    call: OpCall, accepts: Callable[[torch.dtype], bool], wanted: str
-) -> Reason | None:
+def _result_kind(call: OpCall, accepts: Callable[[torch.dtype], bool], kind: str) -> Reason | None:
     for tensor in call.outputs():
         if not accepts(tensor.dtype):
             got = str(tensor.dtype).removeprefix("torch.")
-            return Reason(ReasonCode.DTYPE, f"the result is {got}, Core ML has {wanted} here")
+            return Reason(ReasonCode.DTYPE, f"the result is {got}, Core ML has {kind} here")
     return None
 
 
@@ -108,7 +110,7 @@ def holds(predicate: Callable[[OpCall], bool], code: ReasonCode, text: str) -> C
 
 
 def contiguous_result(call: OpCall) -> Reason | None:
-    """The result is laid out row-major: Core ML knows no other memory format."""
+    """The result is row-major: Core ML has no other memory format."""
     order, memory_format = (call.arguments.get(n) for n in ("dim_order", "memory_format"))
     if order is not None and list(order) != sorted(order):
         return Reason(ReasonCode.LAYOUT, f"dim_order={list(order)}, Core ML is row-major")
@@ -118,7 +120,7 @@ def contiguous_result(call: OpCall) -> Reason | None:
 
 
 def static_result(call: OpCall) -> Reason | None:
-    """The result's shape is known when the model is converted."""
+    """The result's shape is static."""
     for tensor in call.outputs():
         if not all(isinstance(d, int) for d in tensor.shape):
             return Reason(
@@ -128,7 +130,7 @@ def static_result(call: OpCall) -> Reason | None:
 
 
 def static_argument(*names: str, when: Callable[[OpCall], bool] = lambda _: True) -> Constraint:
-    """The shapes of tensor arguments are known when the model is converted, where that matters."""
+    """The shapes of tensor arguments are static, for calls for which ``when`` is true."""
 
     def check(call: OpCall) -> Reason | None:
         for name in names:

@@ -1,6 +1,6 @@
 """Control flow whose branches Core ML takes: see ``coreml_delegate.control_flow``.
 
-In a model it is made of MIL's blocks: each branch is translated inside the block that it becomes.
+Each branch is translated to a MIL block.
 
 Source: coremltools' MIL op reference, ``control_flow``.
 """
@@ -42,12 +42,12 @@ def _cond(mb: Any, condition: Var, operands: Sequence[Var], then: Block, otherwi
     Returns:
         The results, a tuple.
     """
-    found = mb.cond(
+    results = mb.cond(
         pred=_scalar(mb, condition),
-        _true_fn=lambda: _several(then(*operands)),
-        _false_fn=lambda: _several(otherwise(*operands)),
+        _true_fn=lambda: _unpack_single(then(*operands)),
+        _false_fn=lambda: _unpack_single(otherwise(*operands)),
     )
-    return _at_least_1d(mb, found)
+    return _at_least_1d(mb, results)
 
 
 def _while_loop(
@@ -65,12 +65,12 @@ def _while_loop(
     Returns:
         The last carry, a tuple.
     """
-    found = mb.while_loop(
+    results = mb.while_loop(
         _cond=lambda *values: _scalar(mb, goes_on(*values, *operands)[0]),
         _body=lambda *values: tuple(body(*values, *operands)),
         loop_vars=tuple(carry),
     )
-    return _at_least_1d(mb, found)
+    return _at_least_1d(mb, results)
 
 
 def _scan(
@@ -88,7 +88,7 @@ def _scan(
         carry: First values of the loop variables.
         sequences: Tensors of one size along their first dimension.
         operands: Values that every iteration takes unchanged.
-        rows: Shapes and dtypes of the rows that each step gives.
+        rows: Shapes and dtypes of the rows that each step returns.
         step: Takes the carry, a row of each sequence and the operands; returns the next carry and a
             row of each stacked result.
 
@@ -98,11 +98,11 @@ def _scan(
     count, states = sequences[0].shape[0], len(carry)
     stacks = [mb.fill(shape=(count, *size), value=_zero(dtype)) for size, dtype in rows]
 
-    def turn(place: Var, *values: Var) -> tuple[Var, ...]:
-        given = [mb.gather(x=each, indices=place, axis=0) for each in sequences]
-        results = step(*values[:states], *given, *operands)
-        at = mb.expand_dims(x=place, axes=[0])
-        written = [
+    def iteration(index: Var, *values: Var) -> tuple[Var, ...]:
+        rows_in = [mb.gather(x=sequence, indices=index, axis=0) for sequence in sequences]
+        outputs = step(*values[:states], *rows_in, *operands)
+        at = mb.expand_dims(x=index, axes=[0])
+        updated_stacks = [
             mb.scatter(
                 data=stack,
                 indices=at,
@@ -110,26 +110,26 @@ def _scan(
                 axis=0,
                 mode="update",
             )
-            for stack, row in zip(values[states:], results[states:], strict=True)
+            for stack, row in zip(values[states:], outputs[states:], strict=True)
         ]
-        return (mb.add(x=place, y=1), *results[:states], *written)
+        return (mb.add(x=index, y=1), *outputs[:states], *updated_stacks)
 
-    _, *found = mb.while_loop(
-        _cond=lambda place, *_: mb.less(x=place, y=count),
-        _body=turn,
+    _, *results = mb.while_loop(
+        _cond=lambda index, *_: mb.less(x=index, y=count),
+        _body=iteration,
         loop_vars=(0, *carry, *stacks),
     )
-    return _at_least_1d(mb, found)
+    return _at_least_1d(mb, results)
 
 
 def _block_of(mb: Any, branch: ExportedProgram, context: Any, meta: dict[str, Any]) -> Block:
-    """Return what emits a branch.
+    """Return a function that emits a branch as a MIL block.
 
     Args:
         mb: coremltools' builder.
         branch: As ``conversion.prepare`` leaves it.
-        context: coremltools' of the call.
-        meta: Of the call's node, for the operations of the branch to be known by.
+        context: coremltools' transcription context of the call.
+        meta: Metadata of the call's node, which the operations of the branch get.
     """
     from coremltools.converters.mil.frontend.torch.converter import TranscriptionContext
     from coremltools.converters.mil.frontend.torch.internal_graph import InternalTorchIRGraph
@@ -154,7 +154,7 @@ def _block_of(mb: Any, branch: ExportedProgram, context: Any, meta: dict[str, An
 
 
 def _result(mb: Any, var: Var, dtype: torch.dtype) -> Var:
-    """Return a result of a block, of its dtype in torch; inputs and constants cannot be results."""
+    """Return a new value with the torch dtype: a block cannot return an input or a constant."""
     kind = "fp32" if dtype.is_floating_point else "bool" if dtype is torch.bool else "int32"
     return mb.identity(x=var) if _kind(var) == kind else mb.cast(x=var, dtype=kind)
 
@@ -181,19 +181,19 @@ def _scalar(mb: Any, condition: Var) -> Var:
     return mb.squeeze(x=condition) if condition.rank else condition
 
 
-def _several(results: Sequence[Var]) -> Any:
+def _unpack_single(results: Sequence[Var]) -> Any:
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _at_least_1d(mb: Any, found: Any) -> tuple[Var, ...]:
-    """Return several results, those of rank 0 with one dimension."""
-    results = found if isinstance(found, tuple | list) else (found,)
+def _at_least_1d(mb: Any, values: Any) -> tuple[Var, ...]:
+    """Return the results as a tuple, scalars as tensors of shape [1]."""
+    results = values if isinstance(values, tuple | list) else (values,)
     return tuple(var if var.rank else mb.expand_dims(x=var, axes=[0]) for var in results)
 
 
 @cache
-def _translate() -> None:
-    """Tell coremltools how to translate these ops, once."""
+def _register_translations() -> None:
+    """Register translations of these ops with coremltools, once."""
     coremltools()
     from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
     from coremltools.converters.mil.mil import Builder
@@ -203,8 +203,8 @@ def _translate() -> None:
     def coreml_delegate_cond(context: Any, node: Any) -> None:
         text, condition, operands = node.inputs
         then, otherwise = _blocks(mb, context, node, text)
-        given = [context[name] for name in operands]
-        context.add(_cond(mb, context[condition], given, then, otherwise), torch_name=node.name)
+        inputs = [context[name] for name in operands]
+        context.add(_cond(mb, context[condition], inputs, then, otherwise), torch_name=node.name)
 
     def coreml_delegate_while_loop(context: Any, node: Any) -> None:
         text, *values = node.inputs
@@ -217,10 +217,10 @@ def _translate() -> None:
         (step,) = _blocks(mb, context, node, text)
         carry, sequences, operands = ([context[name] for name in names] for names in values)
         rows = results_of(text)[len(carry) :]
-        found = _scan(mb, carry, sequences, operands, rows, step)
-        context.add(found, torch_name=node.name)
+        results = _scan(mb, carry, sequences, operands, rows, step)
+        context.add(results, torch_name=node.name)
 
-    # Coremltools knows a function by its own name too.
+    # Coremltools registers a translation under the name of its function too.
     for translation in (coreml_delegate_cond, coreml_delegate_while_loop, coreml_delegate_scan):
         name = translation.__name__.removeprefix("coreml_delegate_")
         register_torch_op(translation, torch_alias=[f"coreml_delegate::{name}"], override=True)
@@ -230,12 +230,12 @@ def _blocks(mb: Any, context: Any, node: Any, text: str) -> list[Block]:
     return [_block_of(mb, branch, context, dict(node.meta)) for branch in read_branches(text)]
 
 
-def _let_translate(_: Node) -> None:
-    _translate()
+def _register(_: Node) -> None:
+    _register_translations()
 
 
 _op = partial(
-    OpRecord, dtypes={"": ANY}, results=ANY, preserve=False, rewrite=_let_translate, flops=nothing
+    OpRecord, dtypes={"": ANY}, results=ANY, preserve=False, rewrite=_register, flops=nothing
 )
 
 RECORDS = (

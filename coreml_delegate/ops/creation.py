@@ -1,4 +1,4 @@
-"""Ops that make tensors: of one number, of a range of numbers, of random numbers.
+"""Ops that create tensors: of one number, of a range of numbers, of random numbers.
 
 Random numbers are drawn anew at every call, whatever generator the program names. coremltools 9.0
 rounds those of ``randint`` toward zero, which makes the numbers around zero too frequent.
@@ -29,25 +29,25 @@ from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
 
 
 def _broadcast(source: str) -> Rewrite:
-    """The named argument, expanded to the shape of the first, which lends nothing but its shape."""
+    """Return a rewrite to the named argument, expanded to the shape of the first argument."""
 
     def rewrite(node: Node) -> None:
         value = cast(node, arguments_of(node)[source], value_of(node).dtype)
         # Coremltools expands nothing to a scalar.
-        spread = ATEN.expand_copy.default if value_of(node).dim() else ATEN.view_copy.default
-        become(node, spread, value, shape_of(node))
+        expand = ATEN.expand_copy.default if value_of(node).dim() else ATEN.view_copy.default
+        become(node, expand, value, shape_of(node))
 
     return rewrite
 
 
 def _full(node: Node) -> None:
-    # Without a dtype coremltools makes fp32, which has not every int32.
+    # Without a dtype coremltools makes fp32, which does not represent every int32.
     node.kwargs = {"dtype": value_of(node).dtype}
     cast_after(node)
 
 
 def _empty(node: Node) -> None:
-    """Zeros, as good as any values."""
+    """Zeros: the values of an empty tensor are arbitrary."""
     dtype = value_of(node).dtype
     become(node, ATEN.full.default, shape_of(node), number(0, dtype), dtype=dtype)
     cast_after(node)
@@ -64,7 +64,7 @@ def _is_row_major(call: OpCall) -> bool:
 
 
 def _eye(node: Node) -> None:
-    """The places where the row has the number of the column; ATen compares bytes to find them."""
+    """``arange(rows)[:, None] == arange(columns)`` in int32; ATen's decomposition uses uint8."""
     rows, columns = (
         insert(node, ATEN.arange.start_step, 0, size, 1, dtype=torch.int32)
         for size in shape_of(node)
@@ -74,7 +74,7 @@ def _eye(node: Node) -> None:
     become(node, ATEN._to_copy.default, equal, dtype=value_of(node).dtype)
 
 
-_op = partial(OpRecord, dtypes={"": ANY}, score_role=ScoreRole.CARRIES, flops=nothing)
+_op = partial(OpRecord, dtypes={"": ANY}, score_role=ScoreRole.PROPAGATES, flops=nothing)
 _decomposed = partial(_op, preserve=False)
 _random = partial(OpRecord, results=FLOAT, constraints=(static_result,))
 

@@ -1,7 +1,7 @@
 """How rewrites edit a graph.
 
-A node keeps its identity, because the signature names the outputs: what has to be computed first is
-inserted before it, and then it becomes the last step itself.
+The rewritten node stays, because the graph signature names outputs: new calls are inserted before
+it, and it becomes the last call itself.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ATEN: Any = exir_ops.edge.aten
 
 
 def insert(node: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A new call before ``node``."""
+    """Insert a call before ``node`` and return it."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(target, args, kwargs)
     new.meta = dict(node.meta)
     operands = map_arg((args, kwargs), lambda n: n.meta["val"])
-    # Kernels in C++ would take symbolic sizes for the numbers they stand for, and fix them.
+    # C++ kernels would specialize symbolic sizes to their hints.
     mode = detect_fake_mode(node.meta["val"])
     with mode if mode is not None else nullcontext(), enable_python_dispatcher():
         new.meta["val"] = overload_of(target)(*operands[0], **operands[1])
@@ -48,7 +48,7 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 
 def set_arguments(node: Node, **changes: Any) -> None:
-    """Give arguments of a call other values, by position as long as those before are."""
+    """Set arguments of a call; by position if all arguments before them are positional."""
     schema = overload_of(node.target)._schema.arguments
     positions = {a.name: n for n, a in enumerate(schema)}
     args, kwargs = list(node.args), dict(node.kwargs)
@@ -62,9 +62,9 @@ def set_arguments(node: Node, **changes: Any) -> None:
 
 
 def only_result(node: Node) -> Node:
-    """The node of the one result that is used: the call itself, or the item that is taken of it.
+    """Return the node of the only used result: the call itself, or its ``getitem``.
 
-    Exported graphs name all results of a call; the items that nothing uses are dead.
+    Exported graphs have a ``getitem`` for every result of a call, without users if unused.
     """
     if isinstance(node.meta["val"], torch.Tensor):
         return node
@@ -72,12 +72,12 @@ def only_result(node: Node) -> Node:
 
 
 def value_of(node: Node) -> torch.Tensor:
-    """The fake tensor a node results in."""
+    """Return the fake tensor of a node's result."""
     return node.meta["val"]
 
 
 def shape_of(node: Node) -> list[Any]:
-    """Sizes of a node's result; dynamic ones are symbolic."""
+    """Return the sizes of a node's result, symbols for dynamic dimensions."""
     return list(value_of(node).shape)
 
 
@@ -91,7 +91,7 @@ def cast(node: Node, value: Any, dtype: torch.dtype) -> Any:
 
 
 def number(value: Any, dtype: torch.dtype) -> Any:
-    """``value``; an integer that goes with floats as a float."""
+    """Return ``value``, converted to float if it is an integer and ``dtype`` is floating."""
     return float(value) if dtype.is_floating_point and type(value) in (int, bool) else value
 
 
@@ -103,13 +103,13 @@ def truth(node: Node, value: Node) -> Node:
 
 
 def cast_after(node: Node) -> None:
-    """Cast the result to the dtype it has in PyTorch, where coremltools may choose another."""
-    before = insert(node, node.target, *node.args, **node.kwargs)
-    become(node, ATEN._to_copy.default, before, dtype=value_of(node).dtype)
+    """Cast the result to its PyTorch dtype; coremltools may choose another."""
+    call = insert(node, node.target, *node.args, **node.kwargs)
+    become(node, ATEN._to_copy.default, call, dtype=value_of(node).dtype)
 
 
 def promote(*names: str) -> Rewrite:
-    """Cast the named arguments to the dtype of the result: PyTorch promotes across kinds."""
+    """Return a rewrite that casts the named arguments to the dtype of the result."""
 
     def rewrite(node: Node) -> None:
         dtype, arguments = value_of(node).dtype, arguments_of(node)
@@ -119,12 +119,12 @@ def promote(*names: str) -> Rewrite:
 
 
 def filled(node: Node, like: Node, value: Any) -> Node:
-    """Return a node as it is, and a number as a tensor of the shape and dtype of ``like``."""
+    """Return ``value`` if it is a node, else a tensor like ``like`` that is full of it."""
     return value if isinstance(value, Node) else insert(node, ATEN.full_like.default, like, value)
 
 
 def positional(*names: str) -> Rewrite:
-    """All of the named arguments in place, and in the dtype of the result.
+    """Return a rewrite that passes the named arguments by position, cast to the result's dtype.
 
     Coremltools overlooks some keywords and defaults, and does not promote numbers.
     """
@@ -144,7 +144,7 @@ def add_constant(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Node:
-    """A new constant of a program, of the shape and with the origin of ``like``."""
+    """Add a constant to a program, with the shape and metadata of ``like``."""
     constant = value.detach().to(dtype).reshape(like.meta["val"].shape)
     constant = constant.clone(memory_format=torch.contiguous_format)
     node = add_placeholder(program, name, constant, like)
@@ -156,7 +156,7 @@ def add_constant(
 
 
 def add_placeholder(program: ExportedProgram, name: str, value: torch.Tensor, like: Node) -> Node:
-    """A new first placeholder; its specification is to be the first, too."""
+    """Insert a placeholder before all nodes; the caller inserts its input spec at index 0."""
     start = next(iter(program.graph.nodes))
     with program.graph.inserting_before(start):
         node = program.graph.placeholder(name)
@@ -170,17 +170,17 @@ def add_placeholder(program: ExportedProgram, name: str, value: torch.Tensor, li
 
 
 def unite_copies(program: ExportedProgram) -> None:
-    """Leave one placeholder of each constant.
+    """Replace duplicate placeholders of a constant with the first.
 
-    ExecuTorch makes one for each use of a constant that several partitions have; coremltools stores
-    each, and fails at a buffer that it finds twice.
+    ExecuTorch makes one per use of a constant that several partitions share; coremltools stores
+    each, and fails if a buffer occurs twice.
     """
     specs = program.graph_signature.input_specs
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    first: dict[str, Node] = {}
+    placeholders: dict[str, Node] = {}
     for spec in list(specs):
         node = nodes[spec.arg.name]
-        if spec.target is not None and first.setdefault(spec.target, node) is not node:
-            node.replace_all_uses_with(first[spec.target])
+        if spec.target is not None and placeholders.setdefault(spec.target, node) is not node:
+            node.replace_all_uses_with(placeholders[spec.target])
             program.graph.erase_node(node)
             specs.remove(spec)

@@ -42,15 +42,15 @@ from coreml_delegate.ops.quantization import Pattern, Quantization, Tail, activa
 from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
 
 
-def _ordered(call: OpCall) -> bool:
-    """Something else than booleans is compared."""
-    kinds = {t.dtype for _, t in call.tensors()}
+def _compares_numbers(call: OpCall) -> bool:
+    """A number, or a tensor that is not bool, is compared."""
+    dtypes = {t.dtype for _, t in call.tensors()}
     number = call.arguments["other"]
-    return kinds != {torch.bool} or type(number) in (int, float)
+    return dtypes != {torch.bool} or type(number) in (int, float)
 
 
-def _power(call: OpCall) -> bool:
-    """A float to any power, or an integer to a small one, which is a product."""
+def _is_computable_power(call: OpCall) -> bool:
+    """The result is a float, or the exponent is an integer small enough for a product."""
     exponent = call.arguments["exponent"]
     if all(t.dtype.is_floating_point for t in call.outputs()):
         return True
@@ -60,12 +60,12 @@ def _power(call: OpCall) -> bool:
 def _compare(node: Node) -> None:
     """Cast the tensors compared to the dtype in which PyTorch compares them."""
     arguments = arguments_of(node)
-    sides = {name: arguments[name] for name in ("self", "other")}
-    operands = (value_of(s) if isinstance(s, Node) else s for s in sides.values())
-    dtype = torch.result_type(*operands)
+    operands = {name: arguments[name] for name in ("self", "other")}
+    values = (value_of(s) if isinstance(s, Node) else s for s in operands.values())
+    dtype = torch.result_type(*values)
     if dtype is torch.bool:
         return
-    tensors = {n: cast(node, side, dtype) for n, side in sides.items() if isinstance(side, Node)}
+    tensors = {n: cast(node, x, dtype) for n, x in operands.items() if isinstance(x, Node)}
     set_arguments(node, **tensors)
 
 
@@ -100,11 +100,11 @@ def _divide(node: Node) -> None:
     mode = arguments.get("rounding_mode", "floor")
     x, y = (cast(node, arguments[n], dtype) for n in ("self", "other"))
     if not dtype.is_floating_point:
-        _become_whole_quotient(node, x, y, mode)
+        _become_integer_quotient(node, x, y, mode)
     elif mode == "trunc":
-        sizes = _absolute(node, x), _absolute(node, y)
+        magnitudes = _absolute(node, x), _absolute(node, y)
         signs = insert(node, ATEN.mul.Tensor, insert(node, ATEN.sign.default, x), _sign(node, y))
-        become(node, ATEN.mul.Tensor, insert(node, *_floor_quotient(node, *sizes)), signs)
+        become(node, ATEN.mul.Tensor, insert(node, *_floor_quotient(node, *magnitudes)), signs)
     elif mode == "floor":
         become(node, *_floor_quotient(node, x, y))
     else:
@@ -112,10 +112,10 @@ def _divide(node: Node) -> None:
 
 
 def _floor_quotient(node: Node, x: Node, y: Any) -> tuple[Any, ...]:
-    """The call, with its arguments, that divides floats and rounds down.
+    """Return target and arguments of the call that computes ``floor(x / y)`` of floats.
 
-    No division and rounding apart: by a constant, coremltools multiplies with its reciprocal, and
-    the product may fall below a whole number.
+    It is one op: coremltools replaces a division by a constant with a product with the reciprocal,
+    which may fall below a whole number.
     """
     if _may_be_ones(y):
         return ATEN.floor.default, insert(node, ATEN.floor_divide.default, x, y)
@@ -132,8 +132,8 @@ def _sign(node: Node, value: Any) -> Any:
     return math.copysign(1.0, value)
 
 
-def _is_filled_with(operand: Any, number: int) -> bool:
-    """Whether an operand is that number throughout; fills may have been cast already."""
+def _is_full_of(operand: Any, number: int) -> bool:
+    """Whether all elements of an operand are ``number``; casts of the operand are skipped."""
     while isinstance(operand, Node) and target_name(operand.target) == CAST:
         operand = operand.args[0]
     if is_stored(operand):
@@ -147,26 +147,26 @@ def _is_filled_with(operand: Any, number: int) -> bool:
 
 
 def _may_be_ones(divisor: Any) -> bool:
-    """Whether coremltools may find that a divisor is one throughout.
+    """Whether coremltools may find that all elements of a divisor are 1.
 
-    It then takes even a quotient rounded down for the dividend: apple/coremltools#2836.
+    It then replaces even a rounded quotient with the dividend: apple/coremltools#2836.
     """
     is_computed = isinstance(divisor, Node) and divisor.op == "call_function"
-    return _is_filled_with(divisor, 1) or (is_computed and is_known(divisor))
+    return _is_full_of(divisor, 1) or (is_computed and is_known(divisor))
 
 
-def _become_whole_quotient(node: Node, x: Node, y: Any, mode: str) -> None:
-    """Integers are divided as integers: floats have not all of them."""
+def _become_integer_quotient(node: Node, x: Node, y: Any, mode: str) -> None:
+    """Divide integers as integers: fp32 does not represent all of them."""
     if mode == "floor":
         become(node, floor_divide(), x, filled(node, x, y))
         return
-    size, sign = insert(node, ATEN.abs.default, x), insert(node, ATEN.sign.default, x)
+    magnitude, sign = insert(node, ATEN.abs.default, x), insert(node, ATEN.sign.default, x)
     if isinstance(y, Node):
-        divisor, other = insert(node, ATEN.abs.default, y), insert(node, ATEN.sign.default, y)
+        divisor, sign_of_y = insert(node, ATEN.abs.default, y), insert(node, ATEN.sign.default, y)
     else:
-        divisor, other = filled(node, x, abs(y)), 1 if y > 0 else -1
-    quotient = insert(node, floor_divide(), size, divisor)
-    become(node, ATEN.mul.Tensor, quotient, insert(node, ATEN.mul.Tensor, sign, other))
+        divisor, sign_of_y = filled(node, x, abs(y)), 1 if y > 0 else -1
+    quotient = insert(node, floor_divide(), magnitude, divisor)
+    become(node, ATEN.mul.Tensor, quotient, insert(node, ATEN.mul.Tensor, sign, sign_of_y))
 
 
 def _truncate(node: Node) -> None:
@@ -174,27 +174,27 @@ def _truncate(node: Node) -> None:
 
 
 def _become_truncated(node: Node, x: Node) -> None:
-    """Round towards zero, which Core ML has not."""
-    size = insert(node, ATEN.floor.default, insert(node, ATEN.abs.default, x))
-    become(node, ATEN.mul.Tensor, size, insert(node, ATEN.sign.default, x))
+    """``sign(x) * floor(abs(x))``: Core ML has no op that rounds towards zero."""
+    magnitude = insert(node, ATEN.floor.default, insert(node, ATEN.abs.default, x))
+    become(node, ATEN.mul.Tensor, magnitude, insert(node, ATEN.sign.default, x))
 
 
 def _fmod(node: Node) -> None:
-    """The remainder with the sign of the dividend; Core ML has that of the divisor."""
+    """``sign(x) * (abs(x) mod abs(y))``: Core ML's remainder has the sign of the divisor."""
     arguments, dtype = arguments_of(node), value_of(node).dtype
     x, y = (cast(node, arguments[n], dtype) for n in ("self", "other"))
-    rest = insert(node, *_rest(node, _absolute(node, x), _absolute(node, y)))
-    become(node, ATEN.mul.Tensor, rest, insert(node, ATEN.sign.default, x))
+    remainder = insert(node, *_remainder_call(node, _absolute(node, x), _absolute(node, y)))
+    become(node, ATEN.mul.Tensor, remainder, insert(node, ATEN.sign.default, x))
 
 
 def _remainder(node: Node) -> None:
     arguments, dtype = arguments_of(node), value_of(node).dtype
     x, y = (cast(node, arguments[n], dtype) for n in ("self", "other"))
-    become(node, *_rest(node, x, y))
+    become(node, *_remainder_call(node, x, y))
 
 
-def _rest(node: Node, x: Node, y: Any) -> tuple[Any, ...]:
-    """The call, with its arguments, that leaves the rest of a division rounded down."""
+def _remainder_call(node: Node, x: Node, y: Any) -> tuple[Any, ...]:
+    """Return target and arguments of the call that computes ``x - floor(x / y) * y``."""
     if not value_of(x).dtype.is_floating_point or not _may_be_ones(y):
         overload = ATEN.remainder.Tensor if isinstance(y, Node) else ATEN.remainder.Scalar
         return overload, x, y
@@ -211,45 +211,45 @@ def _remainder_of_number(node: Node) -> None:
 
 
 def _atan2(node: Node) -> None:
-    """The angle of the shorter side over the longer, mirrored into its octant.
+    """``atan(min(|x|, |y|) / max(|x|, |y|))``, reflected into its octant.
 
-    Coremltools divides by ``x``, and turns no angle whose ``y`` is zero: apple/coremltools#2769.
+    Coremltools divides by ``x``, and is wrong for ``y`` of zero: apple/coremltools#2769.
     """
     arguments, dtype = arguments_of(node), value_of(node).dtype
     y, x = (cast(node, arguments[n], dtype) for n in ("self", "other"))
     height, width = (insert(node, ATEN.abs.default, side) for side in (y, x))
-    long = insert(node, ATEN.maximum.default, height, width)
-    short = insert(node, ATEN.minimum.default, height, width)
-    nowhere = cast(node, insert(node, ATEN.eq.Scalar, long, 0.0), dtype)
-    ratio = insert(node, ATEN.div.Tensor, short, insert(node, ATEN.add.Tensor, long, nowhere))
+    longer = insert(node, ATEN.maximum.default, height, width)
+    shorter = insert(node, ATEN.minimum.default, height, width)
+    is_origin = cast(node, insert(node, ATEN.eq.Scalar, longer, 0.0), dtype)
+    ratio = insert(node, ATEN.div.Tensor, shorter, insert(node, ATEN.add.Tensor, longer, is_origin))
     angle = insert(node, ATEN.atan.default, ratio)
-    mirrors = (
+    reflections = (
         (insert(node, ATEN.gt.Tensor, height, width), math.pi / 2),
         (_is_negative(node, x), math.pi),
     )
-    for where, turn in mirrors:
-        way = _way_to_mirrored(node, angle, where, turn)
-        angle = insert(node, ATEN.add.Tensor, angle, way)
-    way = _way_to_mirrored(node, angle, _is_negative(node, y), 0.0)
-    become(node, ATEN.add.Tensor, angle, way)
+    for condition, total in reflections:
+        difference = _reflect_where(node, angle, condition, total)
+        angle = insert(node, ATEN.add.Tensor, angle, difference)
+    difference = _reflect_where(node, angle, _is_negative(node, y), 0.0)
+    become(node, ATEN.add.Tensor, angle, difference)
 
 
-def _way_to_mirrored(node: Node, angle: Node, where: Node, turn: float) -> Node:
-    """Return the difference of ``turn - angle`` and the angle, or 0 where ``where`` is false."""
-    way = insert(node, ATEN.add.Scalar, insert(node, ATEN.mul.Scalar, angle, -2.0), turn)
-    return insert(node, ATEN.mul.Tensor, way, cast(node, where, value_of(angle).dtype))
+def _reflect_where(node: Node, angle: Node, condition: Node, total: float) -> Node:
+    """Return the summand that turns ``angle`` into ``total - angle``; 0 where not ``condition``."""
+    difference = insert(node, ATEN.add.Scalar, insert(node, ATEN.mul.Scalar, angle, -2.0), total)
+    return insert(node, ATEN.mul.Tensor, difference, cast(node, condition, value_of(angle).dtype))
 
 
 def _is_negative(node: Node, x: Node) -> Node:
-    """Truths, also of a negative zero, whose reciprocal is infinite."""
+    """Sign bit of ``x``: true for -0.0 too, whose reciprocal is -inf."""
     one = insert(node, ATEN.full_like.default, x, 1.0)
     reciprocal = insert(node, ATEN.div.Tensor, one, x)
-    signs = (insert(node, ATEN.lt.Scalar, value, 0.0) for value in (x, reciprocal))
-    return insert(node, ATEN.logical_or.default, *signs)
+    conditions = (insert(node, ATEN.lt.Scalar, tested, 0.0) for tested in (x, reciprocal))
+    return insert(node, ATEN.logical_or.default, *conditions)
 
 
 def _pow(node: Node) -> None:
-    """Small powers of integers as products: MIL has powers of floats alone."""
+    """Small powers of integers as products: MIL has only powers of floats."""
     arguments, dtype = arguments_of(node), value_of(node).dtype
     x, exponent = cast(node, arguments["self"], dtype), arguments["exponent"]
     if dtype.is_floating_point:
@@ -262,10 +262,10 @@ def _pow(node: Node) -> None:
 
 
 def _floating_pow(node: Node) -> None:
-    """Powers of two by their own op: the device squares the exponent, apple/coremltools#2742."""
+    """Powers of base 2 as ``exp2``: the device squares the exponent, apple/coremltools#2742."""
     arguments, dtype = arguments_of(node), value_of(node).dtype
     base, exponent = (cast(node, arguments[n], dtype) for n in ("self", "exponent"))
-    if not _is_filled_with(arguments["self"], 2):
+    if not _is_full_of(arguments["self"], 2):
         become(node, node.target, base, exponent)
         return
     if shape_of(exponent) != shape_of(node):
@@ -277,108 +277,110 @@ def _round_decimals(node: Node) -> None:
     """Scale, round to even, scale back, in PyTorch's own order."""
     arguments = arguments_of(node)
     x, decimals = arguments["self"], arguments["decimals"]
-    to, back = (ATEN.mul.Tensor, ATEN.div.Tensor)[:: 1 if decimals >= 0 else -1]
+    forward, backward = (ATEN.mul.Tensor, ATEN.div.Tensor)[:: 1 if decimals >= 0 else -1]
     scale = 10.0 ** abs(decimals)
-    rounded = insert(node, ATEN.round.default, insert(node, to, x, scale))
-    become(node, back, rounded, scale)
+    rounded = insert(node, ATEN.round.default, insert(node, forward, x, scale))
+    become(node, backward, rounded, scale)
 
 
 def _clamp(node: Node) -> None:
-    """Bounds of the result's dtype.
+    """Clamp with bounds of the result's dtype.
 
-    For a missing bound coremltools takes the largest float, and so computes with floats, which have
-    not all integers: apple/coremltools#2839.
+    For a missing bound coremltools takes the largest float, and so computes with floats, which do
+    not represent all integers: apple/coremltools#2839.
     """
     arguments, dtype = arguments_of(node), value_of(node).dtype
     x = cast(node, arguments["self"], dtype)
     bounds = [None if arguments[n] is None else cast(node, arguments[n], dtype) for n in _BOUNDS]
-    given = [bound for bound in bounds if bound is not None]
-    if any(isinstance(bound, Node) for bound in given):
-        if len(given) > 1:
-            x = insert(node, ATEN.maximum.default, x, given[0])
-        last = ATEN.maximum if bounds[1] is None else ATEN.minimum
-        become(node, last.default, x, given[-1])
-    elif dtype.is_floating_point or len(given) > 1:
+    present = [bound for bound in bounds if bound is not None]
+    if any(isinstance(bound, Node) for bound in present):
+        if len(present) > 1:
+            x = insert(node, ATEN.maximum.default, x, present[0])
+        final_op = ATEN.maximum if bounds[1] is None else ATEN.minimum
+        become(node, final_op.default, x, present[-1])
+    elif dtype.is_floating_point or len(present) > 1:
         become(node, node.target, x, *bounds)
     else:
-        become(node, (ATEN.clamp_min if bounds[1] is None else ATEN.clamp_max).default, x, *given)
+        become(node, (ATEN.clamp_min if bounds[1] is None else ATEN.clamp_max).default, x, *present)
 
 
-def _of_truths(logic: Any, rewrite: Rewrite) -> Rewrite:
-    """Arithmetic that is a logical op where the result is bool."""
+def _bool_as(logic: Any, rewrite: Rewrite) -> Rewrite:
+    """Return a rewrite: to ``logic`` if the result is bool, else ``rewrite``."""
 
     def rewritten(node: Node) -> None:
         if value_of(node).dtype is not torch.bool:
             rewrite(node)
             return
         arguments = arguments_of(node)
-        sides = [arguments["self"], arguments["other"]]
-        like = next(side for side in sides if isinstance(side, Node))
-        become(node, logic, *(filled(node, like, side) for side in sides))
+        operands = [arguments["self"], arguments["other"]]
+        like = next(operand for operand in operands if isinstance(operand, Node))
+        become(node, logic, *(filled(node, like, operand) for operand in operands))
 
     return rewritten
 
 
-def _unscaled_truths(call: OpCall) -> bool:
+def _adds_unscaled_bools(call: OpCall) -> bool:
     alpha, results = call.arguments["alpha"], call.outputs()
     return all(result.dtype is not torch.bool for result in results) or alpha in (1, True)
 
 
 def _isinf(node: Node) -> None:
-    size = insert(node, ATEN.abs.default, arguments_of(node)["self"])
-    become(node, ATEN.eq.Scalar, size, math.inf)
+    magnitude = insert(node, ATEN.abs.default, arguments_of(node)["self"])
+    become(node, ATEN.eq.Scalar, magnitude, math.inf)
 
 
 def _asinh(node: Node) -> None:
-    """``log(a + sqrt(a * a + 1))`` of the magnitude, with the sign of ``x``."""
+    """``sign(x) * log(a + sqrt(a * a + 1))`` with ``a = abs(x)``."""
     x = cast(node, arguments_of(node)["self"], value_of(node).dtype)
-    size = insert(node, ATEN.abs.default, x)
-    near = insert(node, ATEN.clamp.default, size, None, _DOUBLES)
-    # The root is long * sqrt(1 + (short / long) ** 2), for fp16 has no squares from 256 on.
-    long = insert(node, ATEN.clamp.default, near, 1.0, None)
-    short = insert(node, ATEN.clamp.default, near, None, 1.0)
+    magnitude = insert(node, ATEN.abs.default, x)
+    limited = insert(node, ATEN.clamp.default, magnitude, None, _LOG_2X_FROM)
+    # The root is long * sqrt(1 + (short / long) ** 2), with long = max(a, 1) and short = min(a, 1):
+    # no square overflows fp16 (256 squared is beyond 65504).
+    long = insert(node, ATEN.clamp.default, limited, 1.0, None)
+    short = insert(node, ATEN.clamp.default, limited, None, 1.0)
     ratio = insert(node, ATEN.div.Tensor, short, long)
     square = insert(node, ATEN.add.Scalar, insert(node, ATEN.mul.Tensor, ratio, ratio), 1.0)
     root = insert(node, ATEN.mul.Tensor, long, insert(node, ATEN.sqrt.default, square))
-    share = insert(node, ATEN.div.Tensor, near, insert(node, ATEN.add.Scalar, root, 1.0))
-    beyond = insert(node, ATEN.add.Tensor, near, insert(node, ATEN.mul.Tensor, near, share))
-    result = insert(node, *_with_log_of_large(node, _log_plus_one(node, beyond), size))
+    share = insert(node, ATEN.div.Tensor, limited, insert(node, ATEN.add.Scalar, root, 1.0))
+    excess = insert(node, ATEN.add.Tensor, limited, insert(node, ATEN.mul.Tensor, limited, share))
+    result = insert(node, *_with_log_of_large(node, _log_plus_one(node, excess), magnitude))
     become(node, ATEN.mul.Tensor, result, insert(node, ATEN.sign.default, x))
 
 
 def _acosh(node: Node) -> None:
     """``log(x + sqrt(x * x - 1))``, where ``x * x - 1`` is ``(x - 1) * (x + 1)``; NaN below 1."""
     x = cast(node, arguments_of(node)["self"], value_of(node).dtype)
-    near = insert(node, ATEN.clamp.default, x, None, _DOUBLES)
-    distance = insert(node, ATEN.sub.Scalar, near, 1.0)
-    factors = distance, insert(node, ATEN.add.Scalar, near, 1.0)
-    # Two roots, for the product may be beyond fp16, and is positive again below -1.
+    limited = insert(node, ATEN.clamp.default, x, None, _LOG_2X_FROM)
+    difference = insert(node, ATEN.sub.Scalar, limited, 1.0)
+    factors = difference, insert(node, ATEN.add.Scalar, limited, 1.0)
+    # Two roots, because the product may overflow fp16, and is positive again below -1.
     roots = (insert(node, ATEN.sqrt.default, factor) for factor in factors)
-    beyond = insert(node, ATEN.add.Tensor, distance, insert(node, ATEN.mul.Tensor, *roots))
-    become(node, *_with_log_of_large(node, _log_plus_one(node, beyond), x))
+    excess = insert(node, ATEN.add.Tensor, difference, insert(node, ATEN.mul.Tensor, *roots))
+    become(node, *_with_log_of_large(node, _log_plus_one(node, excess), x))
 
 
 def _with_log_of_large(node: Node, result: Node, x: Node) -> tuple[Any, ...]:
-    """Return the call that adds ``log(x / limit)`` to a result for x of at most the limit.
+    """Return target and arguments of ``result + log(max(x, limit) / limit)``.
 
-    From there on both functions are ``log(2 * x)``, in all digits of fp32.
+    ``result`` is the function of ``min(x, limit)``; above the limit, asinh and acosh are
+    ``log(2 * x)`` in all digits of fp32.
     """
-    # Of a missing bound coremltools makes the largest float, which infinities are above.
-    size = insert(node, ATEN.clamp_min.default, x, _DOUBLES)
-    factor = insert(node, ATEN.mul.Scalar, size, 1 / _DOUBLES)
+    # A clamp without upper bound would limit infinities: coremltools takes the largest float.
+    at_least_limit = insert(node, ATEN.clamp_min.default, x, _LOG_2X_FROM)
+    factor = insert(node, ATEN.mul.Scalar, at_least_limit, 1 / _LOG_2X_FROM)
     return ATEN.add.Tensor, result, insert(node, ATEN.log.default, factor)
 
 
 def _log_plus_one(node: Node, x: Node) -> Node:
-    """Return ``log(1 + x)``, small ``x`` with all their digits.
+    """``log(t) * x / (t - 1)`` with ``t = 1 + x``, rounded: ``log(1 + x)``, exact for small ``x``.
 
-    The logarithm of the rounded sum is scaled by ``x`` over what the sum has of it.
+    Source: Goldberg, "What every computer scientist should know about floating-point arithmetic".
     """
     total = insert(node, ATEN.add.Scalar, x, 1.0)
-    has = insert(node, ATEN.sub.Scalar, total, 1.0)
-    nothing = cast(node, insert(node, ATEN.eq.Scalar, has, 0.0), value_of(x).dtype)
-    log = insert(node, ATEN.add.Tensor, insert(node, ATEN.log.default, total), nothing)
-    slope = insert(node, ATEN.div.Tensor, log, insert(node, ATEN.add.Tensor, has, nothing))
+    rounded_x = insert(node, ATEN.sub.Scalar, total, 1.0)
+    is_zero = cast(node, insert(node, ATEN.eq.Scalar, rounded_x, 0.0), value_of(x).dtype)
+    log = insert(node, ATEN.add.Tensor, insert(node, ATEN.log.default, total), is_zero)
+    slope = insert(node, ATEN.div.Tensor, log, insert(node, ATEN.add.Tensor, rounded_x, is_zero))
     return insert(node, ATEN.mul.Tensor, x, slope)
 
 
@@ -387,23 +389,23 @@ def _reciprocal(node: Node) -> None:
     become(node, ATEN.div.Tensor, 1.0, cast(node, node.args[0], value_of(node).dtype))
 
 
-_DOUBLES = 1024.0
+_LOG_2X_FROM = 1024.0
 _HIGHEST_POWER = 4
 _BOUNDS = ("min", "max")
 _ONES_LIKE = "aten.ones_like.default"
-_UNSCALED_TRUTHS = holds(
-    _unscaled_truths, ReasonCode.ARGUMENT, "booleans are added with another alpha than 1"
+_UNSCALED_BOOLS = holds(
+    _adds_unscaled_bools, ReasonCode.ARGUMENT, "booleans are added with another alpha than 1"
 )
-_ORDERED = holds(_ordered, ReasonCode.DTYPE, "booleans have no order in Core ML")
+_COMPARES_NUMBERS = holds(_compares_numbers, ReasonCode.DTYPE, "booleans have no order in Core ML")
 _SMALL_POWER = holds(
-    _power, ReasonCode.ARGUMENT, "Core ML has powers of integers from 2 to 4 alone"
+    _is_computable_power, ReasonCode.ARGUMENT, "Core ML has only the powers 2 to 4 of integers"
 )
 
-_op = partial(OpRecord, score_role=ScoreRole.CARRIES, merge=pointwise)
-# Their results are floats whatever they are given.
+_op = partial(OpRecord, score_role=ScoreRole.PROPAGATES, merge=pointwise)
+# Ops whose results are floats for every dtype.
 _floating = partial(_op, dtypes={"": ANY}, rewrite=promote("self"))
 _numeric = partial(_op, dtypes={"": NUMERIC})
-# PyTorch itself does not take booleans alone for these.
+# PyTorch itself refuses these ops if all operands are booleans.
 _arithmetic = partial(_op, dtypes={"": ANY})
 _number = partial(_op, dtypes={"": ANY}, constraints=(numeric_result,))
 _power_of_floats = partial(
@@ -411,9 +413,9 @@ _power_of_floats = partial(
 )
 _ADD = Quantization((Pattern("add", tail=(Tail.ACTIVATION,), keeps_sign=True),))
 _MUL = Quantization((Pattern("mul", tail=(Tail.ACTIVATION,), keeps_sign=True),))
-_SUM = ScoreRole.CARRIES | ScoreRole.ADDS
-_PRODUCT = ScoreRole.CARRIES | ScoreRole.SCALES
-_QUOTIENT = ScoreRole.CARRIES | ScoreRole.DIVIDES
+_SUM = ScoreRole.PROPAGATES | ScoreRole.ADDS
+_PRODUCT = ScoreRole.PROPAGATES | ScoreRole.SCALES
+_QUOTIENT = ScoreRole.PROPAGATES | ScoreRole.DIVIDES
 _CLAMPS = activation(lower_bound="min")
 
 RECORDS = (
@@ -454,32 +456,32 @@ RECORDS = (
     _number("aten.add.Scalar", rewrite=_add_scaled(ATEN.add.Scalar), score_role=_SUM),
     _arithmetic(
         "aten.add.Tensor",
-        constraints=(_UNSCALED_TRUTHS,),
-        rewrite=_of_truths(ATEN.logical_or.default, _add_scaled(ATEN.add.Tensor)),
+        constraints=(_UNSCALED_BOOLS,),
+        rewrite=_bool_as(ATEN.logical_or.default, _add_scaled(ATEN.add.Tensor)),
         score_role=_SUM,
         quantization=_ADD,
     ),
     _number("aten.mul.Scalar", rewrite=promote("self", "other"), score_role=_PRODUCT),
     _arithmetic(
         "aten.mul.Tensor",
-        rewrite=_of_truths(ATEN.logical_and.default, promote("self", "other")),
+        rewrite=_bool_as(ATEN.logical_and.default, promote("self", "other")),
         score_role=_PRODUCT,
         quantization=_MUL,
     ),
     *(
-        _arithmetic(f"aten.{name}.default", rewrite=_of_truths(logic, promote("self", "other")))
+        _arithmetic(f"aten.{name}.default", rewrite=_bool_as(logic, promote("self", "other")))
         for name, logic in (
             ("maximum", ATEN.logical_or.default),
             ("minimum", ATEN.logical_and.default),
         )
     ),
-    # MIL has powers of floats alone.
+    # MIL has only powers of floats.
     _power_of_floats("aten.pow.Scalar"),
     _power_of_floats("aten.pow.Tensor_Tensor"),
     _numeric("aten.pow.Tensor_Scalar", constraints=(_SMALL_POWER,), rewrite=_pow),
     *(_op(f"aten.{name}.Tensor", dtypes={"": ANY}, rewrite=_compare) for name in ("eq", "ne")),
     *(
-        _op(f"aten.{name}", dtypes={"": ANY}, constraints=(_ORDERED,), rewrite=_compare)
+        _op(f"aten.{name}", dtypes={"": ANY}, constraints=(_COMPARES_NUMBERS,), rewrite=_compare)
         for name in (
             *("lt.Tensor", "le.Tensor", "gt.Tensor", "ge.Tensor"),
             *("eq.Scalar", "ne.Scalar", "lt.Scalar", "le.Scalar", "gt.Scalar", "ge.Scalar"),

@@ -1,8 +1,8 @@
-"""Estimated floating-point operations of a call, to weigh nodes against each other.
+"""Estimated floating-point operations of a call, to compare nodes.
 
-One multiplication with its addition counts as two. Numbers are of the arithmetic that the op
-defines, whatever a device makes of it: moving data costs nothing, any function of one element costs
-one operation. The record of an op names its estimator.
+A multiply-add counts as two. Counted is the arithmetic that the op defines, on any device: moving
+data costs nothing, a function of one element costs one operation. The record of an op names its
+estimator.
 
 A dynamic dimension counts with the size that the program was traced with; one that is known only at
 run time counts as 1.
@@ -24,39 +24,39 @@ Estimator = Callable[[OpCall], int]
 
 
 def _elements_of(call: OpCall, *names: str) -> int:
-    found = (call.tensor(name) for name in names)
-    return next((elements(tensor) for tensor in found if tensor is not None), 0)
+    tensors = (call.tensor(name) for name in names)
+    return next((elements(tensor) for tensor in tensors if tensor is not None), 0)
 
 
 def result_elements(call: OpCall) -> int:
-    """Elements of the first result; the others of an op are by-products."""
+    """Number of elements of the first result."""
     return next((elements(t) for t in tensors_of(call.node.meta.get("val"))), 0)
 
 
 def nothing(_: OpCall) -> int:
-    """No operation: data is moved or made."""
+    """0: the op moves or creates data."""
     return 0
 
 
 def unknown(call: OpCall) -> int:
-    """An op without a record: nothing for a view of its argument, else one operation per result."""
+    """Estimate for an op without a record: 0 for a view, else one operation per result element."""
     schema = getattr(overload_of(call.node.target), "_schema", None)
     is_view = any(r.alias_info is not None for r in (() if schema is None else schema.returns))
     return 0 if is_view else result_elements(call)
 
 
 def per_result(operations: int) -> Estimator:
-    """So many operations per element of the result."""
+    """Return an estimator: ``operations`` per element of the result."""
     return lambda call: operations * result_elements(call)
 
 
 def per_input(operations: int) -> Estimator:
-    """So many operations per element of the first argument."""
+    """Return an estimator: ``operations`` per element of the first argument."""
     return lambda call: operations * _elements_of(call, "self", "input", "x")
 
 
 def contraction(operand: str, dimension: int, bias: str | None = None) -> Estimator:
-    """Two operations per result and element of the dimension that is summed over."""
+    """Return an estimator: two operations per result element and summed element."""
 
     def estimate(call: OpCall) -> int:
         tensor = call.tensor(operand)
@@ -103,7 +103,7 @@ def elements(tensor: torch.Tensor) -> int:
 
 
 def extent(size: Any) -> int:
-    """A dimension as a number."""
+    """Return a dimension as a number: its traced size, or 1, if it is symbolic."""
     if isinstance(size, torch.SymInt):
         hint = size.node.hint if size.node.has_hint() else None
         return int(hint) if isinstance(hint, int) else 1

@@ -1,7 +1,7 @@
 """Calls on tensors of more than five dimensions, made on tensors of fewer.
 
-Between such calls a tensor need not exist in its shape; where it crosses the boundary of a
-partition it would have to, see ``ops.boundary``.
+Between such calls a tensor exists only in a merged shape; it cannot cross the boundary of a
+partition, see ``ops.boundary``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coreml_delegate.ops.edits import (
     shape_of,
     value_of,
 )
-from coreml_delegate.ops.merging import Merge, order_of, whole_sizes
+from coreml_delegate.ops.merging import Merge, order_of, view_sizes
 
 _VIEW = "aten.view_copy.default"
 
@@ -34,54 +34,54 @@ def has_high_rank(call: OpCall) -> bool:
 
 
 def merge_dimensions(node: Node, merge: Merge) -> None:
-    """Make a call on tensors of five dimensions or fewer, and view the result in its shape.
+    """Make a call on tensors of at most five dimensions, and view the result in its shape.
 
     Args:
-        node: A call, after those whose results it takes.
-        merge: Of its record.
+        node: A call whose producers are merged already.
+        merge: The ``merge`` of its record.
     """
     call = OpCall.of(node)
     steps = merge(call)
     if not steps:
         sizes = call.arguments.get("size", call.arguments.get("shape"))
-        sizes = whole_sizes(shape_of(node)) if sizes is None else sizes
-        become(node, ATEN.view_copy.default, _viewed(node.args[0]), sizes)
+        sizes = view_sizes(shape_of(node)) if sizes is None else sizes
+        become(node, ATEN.view_copy.default, _skip_views(node.args[0]), sizes)
         return
     if "dim0" in call.arguments:
         become(node, ATEN.permute_copy.default, node.args[0], order_of(call))
-    made: Node | None = None
+    result: Node | None = None
     for step in steps:
-        given = OpCall.of(node).arguments
-        changed: dict[str, Any] = dict(step.arguments)
+        arguments = OpCall.of(node).arguments
+        changes: dict[str, Any] = dict(step.arguments)
         for name, shapes in step.shapes.items():
-            tensors = given[name] if made is None else made
-            several = isinstance(tensors, list | tuple)
+            tensors = arguments[name] if result is None else result
+            is_list = isinstance(tensors, list | tuple)
             views = [
-                _view(node, tensor, shape)
-                for tensor, shape in zip(tensors if several else [tensors], shapes, strict=True)
+                _view_as(node, tensor, shape)
+                for tensor, shape in zip(tensors if is_list else [tensors], shapes, strict=True)
             ]
-            changed[name] = views if several else views[0]
-        set_arguments(node, **changed)
-        made = insert(node, node.target, *node.args, **node.kwargs)
+            changes[name] = views if is_list else views[0]
+        set_arguments(node, **changes)
+        result = insert(node, node.target, *node.args, **node.kwargs)
     if isinstance(value := node.meta["val"], torch.Tensor):
-        become(node, ATEN.view_copy.default, made, whole_sizes(value.shape))
+        become(node, ATEN.view_copy.default, result, view_sizes(value.shape))
         return
     for user in list(node.users):
-        item = insert(user, operator.getitem, made, user.args[1])
-        become(user, ATEN.view_copy.default, item, whole_sizes(shape_of(user)))
+        item = insert(user, operator.getitem, result, user.args[1])
+        become(user, ATEN.view_copy.default, item, view_sizes(shape_of(user)))
     node.graph.erase_node(node)
 
 
-def _view(node: Node, tensor: Node, shape: Iterable[Any]) -> Node:
-    """Return a tensor in another shape, before ``node``."""
-    source = _viewed(tensor)
+def _view_as(node: Node, tensor: Node, shape: Iterable[Any]) -> Node:
+    """Return a view of a tensor, inserted before ``node``."""
+    source = _skip_views(tensor)
     if list(map(str, shape_of(source))) == list(map(str, shape)):
         return source
-    return insert(node, ATEN.view_copy.default, source, whole_sizes(list(shape)))
+    return insert(node, ATEN.view_copy.default, source, view_sizes(list(shape)))
 
 
-def _viewed(tensor: Any) -> Any:
-    """Return the tensor of five dimensions or fewer that a tensor of more is a view of."""
+def _skip_views(tensor: Any) -> Any:
+    """Return the source, of at most five dimensions, of a view of higher rank."""
     while (
         value_of(tensor).dim() > MAX_RANK
         and tensor.op == "call_function"

@@ -50,24 +50,24 @@ from coreml_delegate.ops.quantization import MOVE, Output, Pattern, Quantization
 from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
 
 
-def _leading(indices: Sequence[Any]) -> list[Any]:
-    """Indices without the whole dimensions at the end, which say nothing."""
-    kept = list(indices)
-    while kept and kept[-1] is None:
-        kept.pop()
-    return kept
+def _drop_trailing_none(indices: Sequence[Any]) -> list[Any]:
+    """Return indices without trailing None, which stand for unindexed dimensions."""
+    leading = list(indices)
+    while leading and leading[-1] is None:
+        leading.pop()
+    return leading
 
 
-def _one_index(call: OpCall) -> bool:
-    """One index of rank 1, or any of the first dimensions."""
-    indices = _leading(call.arguments["indices"])
+def _is_indexable(call: OpCall) -> bool:
+    """Only the leading dimensions are indexed, or one inner dimension by an index of rank 1."""
+    indices = _drop_trailing_none(call.arguments["indices"])
     if None not in indices:
         return True
     return all(i is None for i in indices[:-1]) and next(call.tensors("indices"))[1].dim() == 1
 
 
-def _known_parts(call: OpCall) -> bool:
-    """The index spans a part of the other dimensions that is known when the model is converted."""
+def _spans_static_part(call: OpCall) -> bool:
+    """The index spans a static part of the other dimensions of the data, or all of them."""
     data, index = call.tensor("self"), call.tensor("index")
     if data is None or index is None or not data.dim():
         return False
@@ -82,12 +82,12 @@ def _same_ranks(call: OpCall) -> bool:
 
 
 def _index_put(node: Node) -> None:
-    """Write along one dimension other than the first, which coremltools does not index.
+    """Write along an inner dimension by ``scatter``: coremltools indexes only leading dimensions.
 
-    Whole dimensions at the end are left out: with them it takes only single positions.
+    Trailing None are dropped: with them coremltools takes only single positions.
     """
     arguments = arguments_of(node)
-    indices, values = _leading(arguments["indices"]), arguments["values"]
+    indices, values = _drop_trailing_none(arguments["indices"]), arguments["values"]
     dim = len(indices) - 1
     if dim == 0 or None not in indices:
         become(node, node.target, arguments["self"], indices, values, arguments["accumulate"])
@@ -103,29 +103,29 @@ def _index_put(node: Node) -> None:
     become(node, target, arguments["self"], dim, index, values)
 
 
-def _of_truths(rewrite: Rewrite | None = None) -> Rewrite:
-    """Gather and scatter truths as integers: MIL does neither."""
+def _via_int32(rewrite: Rewrite | None = None) -> Rewrite:
+    """Return a rewrite that moves booleans as int32: MIL neither gathers nor scatters bool."""
 
-    def rewritten(node: Node) -> None:
+    def rewrite_bools(node: Node) -> None:
         arguments, dtype = arguments_of(node), value_of(node).dtype
         if dtype is torch.bool:
-            moved = {n: _as_integers(node, arguments[n]) for n in _DATA if n in arguments}
-            set_arguments(node, **moved)
-            taken = insert(node, node.target, *node.args, **node.kwargs)
-            become(node, ATEN._to_copy.default, taken, dtype=dtype)
-            node = taken
+            integers = {n: _as_integers(node, arguments[n]) for n in _DATA if n in arguments}
+            set_arguments(node, **integers)
+            call = insert(node, node.target, *node.args, **node.kwargs)
+            become(node, ATEN._to_copy.default, call, dtype=dtype)
+            node = call
         if rewrite is not None:
             rewrite(node)
 
-    return rewritten
+    return rewrite_bools
 
 
 def _as_integers(node: Node, value: Any) -> Any:
     return cast(node, value, torch.int32) if isinstance(value, Node) else int(bool(value))
 
 
-def _cut(node: Node, x: Node, sizes: list[int], dim: int | None) -> Node:
-    """The first elements of ``x`` along every dimension but ``dim``."""
+def _crop(node: Node, x: Node, sizes: list[int], dim: int | None) -> Node:
+    """Return the first ``sizes`` elements of ``x`` along all dimensions but ``dim``."""
     for d, size in enumerate(sizes):
         if d != dim and shape_of(x)[d] != size:
             x = insert(node, ATEN.slice_copy.Tensor, x, d, 0, size, 1)
@@ -133,11 +133,11 @@ def _cut(node: Node, x: Node, sizes: list[int], dim: int | None) -> Node:
 
 
 def _gather(node: Node) -> None:
-    """Gather from the part of the data that the index spans; MIL wants whole dimensions."""
+    """Gather from the part of the data that the index spans; MIL takes only whole dimensions."""
     arguments = arguments_of(node)
     data, index = arguments["self"], arguments["index"]
     dim = arguments["dim"] % value_of(data).dim()
-    become(node, node.target, _cut(node, data, shape_of(index), dim), dim, index)
+    become(node, node.target, _crop(node, data, shape_of(index), dim), dim, index)
 
 
 def _scatter(node: Node) -> None:
@@ -147,7 +147,7 @@ def _scatter(node: Node) -> None:
     dim = arguments["dim"] % value_of(data).dim()
     sizes = shape_of(index)
     if "src" in arguments:
-        source = _cut(node, arguments["src"], sizes, None)
+        source = _crop(node, arguments["src"], sizes, None)
     else:
         source = _filled(node, index, arguments["value"])
     parts = [data]
@@ -156,15 +156,15 @@ def _scatter(node: Node) -> None:
         if d != dim and shape_of(data)[d] != size:
             cuts.append((d, size))
             parts.append(insert(node, ATEN.slice_copy.Tensor, parts[-1], d, 0, size, 1))
-    call = _scattered(node, _Scatter(parts[-1], dim, index, source))
+    call = _scatter_call(node, _Scatter(parts[-1], dim, index, source))
     if not cuts:
         become(node, *call)
         return
-    written = insert(node, *call)
-    for (d, size), whole in zip(reversed(cuts[1:]), reversed(parts[1:-1]), strict=True):
-        written = insert(node, ATEN.slice_scatter.default, whole, written, d, 0, size, 1)
+    result = insert(node, *call)
+    for (d, size), part in zip(reversed(cuts[1:]), reversed(parts[1:-1]), strict=True):
+        result = insert(node, ATEN.slice_scatter.default, part, result, d, 0, size, 1)
     d, size = cuts[0]
-    become(node, ATEN.slice_scatter.default, data, written, d, 0, size, 1)
+    become(node, ATEN.slice_scatter.default, data, result, d, 0, size, 1)
 
 
 class _Scatter(NamedTuple):
@@ -177,13 +177,13 @@ class _Scatter(NamedTuple):
 
 
 def _filled(node: Node, index: Node, value: Any) -> Node:
-    """Return a number for each index: coremltools makes none where sizes are dynamic."""
+    """Return ``value`` in the shape of ``index``; coremltools fails to for dynamic sizes."""
     dtype = value_of(node).dtype
     return insert(node, ATEN.full_like.default, index, number(value, dtype), dtype=dtype)
 
 
-def _scattered(node: Node, scatter: _Scatter) -> tuple[Any, ...]:
-    """The call, with its arguments, that scatters as ``node`` does."""
+def _scatter_call(node: Node, scatter: _Scatter) -> tuple[Any, ...]:
+    """Return target and arguments of the call that scatters as ``node`` does."""
     arguments = arguments_of(node)
     if "reduce" not in arguments:
         is_sum = target_name(node.target) == "aten.scatter_add.default"
@@ -194,12 +194,12 @@ def _scattered(node: Node, scatter: _Scatter) -> tuple[Any, ...]:
     if mode == "mean":
         return _mean_of_groups(node, scatter, includes_self)
     if not includes_self:
-        scatter = _replaced(node, scatter, _IDENTITIES.get(mode))
+        scatter = _overwrite_indexed(node, scatter, _IDENTITIES.get(mode))
     return scatter_reduce(), *scatter, mode
 
 
-def _replaced(node: Node, scatter: _Scatter, identity: int | None) -> _Scatter:
-    """Put a number where there are indices; without one, any source, which is among all of them."""
+def _overwrite_indexed(node: Node, scatter: _Scatter, identity: int | None) -> _Scatter:
+    """Overwrite indexed elements with the identity, or with one of their sources if it is None."""
     source = scatter.source if identity is None else _filled(node, scatter.indices, identity)
     data = insert(node, ATEN.scatter.src, *scatter[:3], source)
     return scatter._replace(data=data)
@@ -208,23 +208,23 @@ def _replaced(node: Node, scatter: _Scatter, identity: int | None) -> _Scatter:
 def _mean_of_groups(node: Node, scatter: _Scatter, includes_self: bool) -> tuple[Any, ...]:
     """Sums divided by counts; the counts are int32, because fp16 has integers up to 2048 only."""
     data, dim, index, _ = scatter
-    dtype, counted = value_of(node).dtype, value_of(index).dtype
-    zeros = insert(node, ATEN.full_like.default, data, 0, dtype=counted)
+    dtype, index_dtype = value_of(node).dtype, value_of(index).dtype
+    zeros = insert(node, ATEN.full_like.default, data, 0, dtype=index_dtype)
     start = insert(node, ATEN.add.Scalar, zeros, 1) if includes_self else zeros
-    ones = insert(node, ATEN.full_like.default, index, 1)
-    count = insert(node, scatter_reduce(), start, dim, index, ones, "sum")
+    summands = insert(node, ATEN.full_like.default, index, 1)
+    count = insert(node, scatter_reduce(), start, dim, index, summands, "sum")
     if not includes_self:
         count = insert(node, ATEN.clamp.default, count, 1, INT32.max)
-        scatter = _replaced(node, scatter, 0)
+        scatter = _overwrite_indexed(node, scatter, 0)
     total = insert(node, scatter_reduce(), *scatter, "sum")
     divide = ATEN.div.Tensor if dtype.is_floating_point else floor_divide()
     return divide, total, cast(node, count, dtype)
 
 
-def _elements_of_bags(call: OpCall) -> int:
-    """Return the number of indices in each bag, 0 where bags differ, or are not known to be equal.
+def _bag_size(call: OpCall) -> int:
+    """Return the number of indices per bag, 0 if bags may differ.
 
-    PyTorch makes a range of the offsets of two-dimensional indices.
+    PyTorch turns two-dimensional indices into flat indices, with a range as offsets.
     """
     offsets, indices = call.arguments["offsets"], call.tensor("indices")
     while target_name(offsets.target) == CAST:
@@ -239,18 +239,18 @@ def _elements_of_bags(call: OpCall) -> int:
     return count if is_whole and divides and not call.arguments["include_last_offset"] else 0
 
 
-def _known_largest(call: OpCall) -> bool:
-    return call.arguments["mode"] != _LARGEST or call.arguments["padding_idx"] < 0
+def _has_maximum(call: OpCall) -> bool:
+    return call.arguments["mode"] != _MAXIMUM or call.arguments["padding_idx"] < 0
 
 
 def _embedding_bag(node: Node) -> None:
-    """Sum, mean or maximum of rows, as many for each result."""
+    """Sum, mean or maximum of equally many embedding rows per bag."""
     arguments, result = arguments_of(node), only_result(node)
-    count, padding = _elements_of_bags(OpCall.of(node)), arguments["padding_idx"]
+    count, padding = _bag_size(OpCall.of(node)), arguments["padding_idx"]
     weight, indices, weights = (arguments[n] for n in ("weight", "indices", "per_sample_weights"))
     indices = insert(result, ATEN.view_copy.default, indices, [-1, count])
     rows = insert(result, ATEN.embedding.default, weight, indices)
-    if arguments["mode"] == _LARGEST:
+    if arguments["mode"] == _MAXIMUM:
         become(result, ATEN.amax.default, rows, [1])
         return
     if weights is not None:
@@ -266,35 +266,35 @@ def _embedding_bag(node: Node) -> None:
     if arguments["mode"] != _MEAN:
         become(result, ATEN.sum.dim_IntList, rows, [1])
         return
-    total, number_of = (insert(result, ATEN.sum.dim_IntList, x, [1]) for x in (rows, counts))
-    divisor = insert(result, ATEN.clamp.default, number_of, 1.0, None)
+    total, count_unpadded = (insert(result, ATEN.sum.dim_IntList, x, [1]) for x in (rows, counts))
+    divisor = insert(result, ATEN.clamp.default, count_unpadded, 1.0, None)
     become(result, ATEN.div.Tensor, total, divisor)
 
 
 def _masked_scatter(node: Node) -> None:
-    """Take the elements of the source at the number of truths before each; or whole rows."""
+    """``where(mask, source[cumsum(mask) - 1], x)``, of single elements or of rows."""
     arguments = arguments_of(node)
     x, mask, source = (arguments[n] for n in ("self", "mask", "source"))
     shape = shape_of(node)
-    rows = _mask_of_rows(node, mask, source)
-    if rows is None and _texts(shape_of(mask)) != _texts(shape):
+    rows = _row_mask(node, mask, source)
+    if rows is None and _as_texts(shape_of(mask)) != _as_texts(shape):
         mask = insert(node, ATEN.expand_copy.default, mask, shape)
     width = [] if rows is None else shape[-1:]
     source = insert(node, ATEN.view_copy.default, source, [-1, *width])
-    truths = cast(node, mask if rows is None else rows, torch.int32)
-    truths = insert(node, ATEN.view_copy.default, truths, [-1])
-    count = insert(node, ATEN.cumsum.default, truths, 0, dtype=torch.int32)
-    place = insert(node, ATEN.clamp_min.default, insert(node, ATEN.sub.Scalar, count, 1), 0)
-    taken = insert(node, ATEN.index_select.default, source, 0, place)
+    flags = cast(node, mask if rows is None else rows, torch.int32)
+    flags = insert(node, ATEN.view_copy.default, flags, [-1])
+    count = insert(node, ATEN.cumsum.default, flags, 0, dtype=torch.int32)
+    index = insert(node, ATEN.clamp_min.default, insert(node, ATEN.sub.Scalar, count, 1), 0)
+    elements = insert(node, ATEN.index_select.default, source, 0, index)
     sizes = [size if isinstance(size, int) else -1 for size in shape]
-    taken = insert(node, ATEN.view_copy.default, taken, sizes)
-    become(node, ATEN.where.self, mask, taken, x)
+    elements = insert(node, ATEN.view_copy.default, elements, sizes)
+    become(node, ATEN.where.self, mask, elements, x)
 
 
-def _mask_of_rows(node: Node, mask: Node, source: Node) -> Node | None:
-    """Return what a mask is expanded from along the last dimension, None if it is not.
+def _row_mask(node: Node, mask: Node, source: Node) -> Node | None:
+    """Return the mask [*, 1] that ``mask`` is expanded from along the last dimension, or None.
 
-    Models mask the embeddings of tokens so; an index for each is far fewer than one per element.
+    Models mask token embeddings so; one index per token is far fewer than one per element.
     """
     shape = shape_of(node)
     while target_name(mask.target) in _COPIES:
@@ -304,40 +304,40 @@ def _mask_of_rows(node: Node, mask: Node, source: Node) -> Node | None:
     rows = mask.args[0]
     if not isinstance(rows, Node) or value_of(rows).dtype is not torch.bool:
         return None
-    are_rows = _texts(shape_of(rows)) == [*_texts(shape[:-1]), "1"]
-    return rows if are_rows and _texts(shape_of(source)[-1:]) == _texts(shape[-1:]) else None
+    are_rows = _as_texts(shape_of(rows)) == [*_as_texts(shape[:-1]), "1"]
+    return rows if are_rows and _as_texts(shape_of(source)[-1:]) == _as_texts(shape[-1:]) else None
 
 
-def _texts(sizes: Sequence[Any]) -> list[str]:
-    """Sizes to compare: as numbers, symbols would become equal."""
+def _as_texts(sizes: Sequence[Any]) -> list[str]:
+    """Return sizes as text: compared as numbers, symbols would become equal."""
     return [str(size) for size in sizes]
 
 
-def _places_known(call: OpCall) -> bool:
-    """At most one size is dynamic, and then the mask has all of them."""
+def _has_static_positions(call: OpCall) -> bool:
+    """No size is dynamic; or one size is, and the mask is not broadcast."""
     (result,), mask = call.outputs(), call.tensor("mask")
     dynamic = [size for size in result.shape if not isinstance(size, int)]
-    same = mask is not None and _texts(mask.shape) == _texts(result.shape)
+    same = mask is not None and _as_texts(mask.shape) == _as_texts(result.shape)
     return not dynamic or (len(dynamic) == 1 and same)
 
 
 def _bucketize(node: Node) -> None:
-    """Search for all values at once, for the boundaries are one sequence."""
+    """Flatten the values: ``boundaries`` is a single sequence."""
     arguments = arguments_of(node)
     values = insert(node, ATEN.view_copy.default, arguments["self"], [-1])
-    places = insert(
+    positions = insert(
         node,
         ATEN.searchsorted.Tensor,
         arguments["boundaries"],
         values,
         right=bool(arguments["right"]),
     )
-    places = cast(node, places, value_of(node).dtype)
-    become(node, ATEN.view_copy.default, places, shape_of(node))
+    positions = cast(node, positions, value_of(node).dtype)
+    become(node, ATEN.view_copy.default, positions, shape_of(node))
 
 
 def _searchsorted(node: Node) -> None:
-    """The side as a flag, and nothing else, which coremltools would have to overlook."""
+    """Pass the side as ``right``: coremltools ignores the other arguments."""
     arguments = arguments_of(node)
     right = arguments["side"] == "right" or (arguments["side"] is None and arguments["right"])
     become(node, node.target, arguments["sorted_sequence"], arguments["self"], right=right)
@@ -345,56 +345,58 @@ def _searchsorted(node: Node) -> None:
 
 
 _VALUES = FLOAT | INTEGER
-_MEAN, _LARGEST = 1, 2  # modes of embedding bags
+_MEAN, _MAXIMUM = 1, 2  # modes of embedding bags
 _EQUAL_BAGS = holds(
-    lambda call: _elements_of_bags(call) > 0,
+    lambda call: _bag_size(call) > 0,
     ReasonCode.ARGUMENT,
     "the bags are not known to have equally many elements",
 )
-_UNPADDED_LARGEST = holds(_known_largest, ReasonCode.ARGUMENT, "the largest of bags with padding")
+_UNPADDED_MAXIMUM = holds(_has_maximum, ReasonCode.ARGUMENT, "the largest of bags with padding")
 _DATA = ("self", "source", "src", "value", "values")
 _COPIES = CASTS | {"aten.clone.default", "dim_order_ops._clone_dim_order.default"}
 _EXPANSIONS = frozenset({"aten.expand.default", "aten.expand_copy.default", "aten.repeat.default"})
 _REDUCTIONS = {"add": "sum", "multiply": "prod"}
 _IDENTITIES = {"sum": 0, "prod": 1}
-_KNOWN = holds(_known_parts, ReasonCode.SYMBOLIC, "the index spans a dynamic part of the data")
+_STATIC_PART = holds(
+    _spans_static_part, ReasonCode.SYMBOLIC, "the index spans a dynamic part of the data"
+)
 
-_op = partial(OpRecord, flops=nothing, score_role=ScoreRole.CARRIES)
+_op = partial(OpRecord, flops=nothing, score_role=ScoreRole.PROPAGATES)
 
 RECORDS = (
     _op(
         "aten.index.Tensor",
         dtypes={"self": ANY, "indices": INTEGER},
-        rewrite=_of_truths(),
+        rewrite=_via_int32(),
     ),
     _op(
         "aten.index_select.default",
         dtypes={"self": ANY, "index": INTEGER},
         constraints=(rank_between("index", 1, 1),),
-        rewrite=_of_truths(),
+        rewrite=_via_int32(),
         quantization=MOVE,
     ),
     _op(
         "aten.index_put.default",
         dtypes={"": ANY, "indices": INTEGER},
         constraints=(
-            holds(_one_index, ReasonCode.ARGUMENT, "an inner dimension is indexed with others"),
+            holds(_is_indexable, ReasonCode.ARGUMENT, "an inner dimension is indexed with others"),
             static_result,
         ),
-        rewrite=_of_truths(_index_put),
+        rewrite=_via_int32(_index_put),
     ),
     _op(
         "aten.gather.default",
         dtypes={"self": ANY, "index": INTEGER},
-        constraints=(argument_is("sparse_grad", False), _KNOWN),
-        rewrite=_of_truths(_gather),
+        constraints=(argument_is("sparse_grad", False), _STATIC_PART),
+        rewrite=_via_int32(_gather),
     ),
     *(
         _op(
             f"aten.{name}",
             dtypes={"": ANY, "index": INTEGER},
-            constraints=(_KNOWN,),
-            rewrite=_of_truths(_scatter),
+            constraints=(_STATIC_PART,),
+            rewrite=_via_int32(_scatter),
         )
         for name in ("scatter.src", "scatter.value")
     ),
@@ -402,8 +404,8 @@ RECORDS = (
         _op(
             f"aten.{name}",
             dtypes={"": ANY, "index": INTEGER},
-            constraints=(_KNOWN,),
-            rewrite=_of_truths(_scatter),
+            constraints=(_STATIC_PART,),
+            rewrite=_via_int32(_scatter),
             flops=per_input(1),
         )
         for name in (
@@ -417,12 +419,12 @@ RECORDS = (
         constraints=(argument_is("sparse", False),),
         quantization=Quantization((Pattern("embedding", weight="weight", output=Output.FLOAT),)),
     ),
-    # Offsets are known where another call computes them.
+    # Not alone: the offsets are known only if another call computes them.
     *(
         _op(
             f"aten.{name}.default",
             dtypes={"": FLOAT, "indices": INTEGER, "offsets": INTEGER},
-            constraints=(only_result_used(0), _EQUAL_BAGS, _UNPADDED_LARGEST),
+            constraints=(only_result_used(0), _EQUAL_BAGS, _UNPADDED_MAXIMUM),
             alone=False,
             rewrite=_embedding_bag,
         )
@@ -441,12 +443,12 @@ RECORDS = (
         dtypes={"": ANY, "mask": BOOL},
         constraints=(
             holds(
-                _places_known,
+                _has_static_positions,
                 ReasonCode.SYMBOLIC,
                 "several sizes are dynamic, or the mask is broadcast along one",
             ),
         ),
-        rewrite=_of_truths(_masked_scatter),
+        rewrite=_via_int32(_masked_scatter),
     ),
     _op(
         "aten.bucketize.Tensor",

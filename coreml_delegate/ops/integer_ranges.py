@@ -1,7 +1,7 @@
-"""int64 values of a program that int32, the widest integer of Core ML, cannot hold.
+"""int64 values of a program that exceed int32, the widest integer of Core ML.
 
-The bounds of integers follow from those of what they are computed from: constants, sizes, places of
-elements, truths, numbers in the calls. Of an integer that the program is given nothing is known.
+Interval arithmetic derives bounds of integers from constants, sizes, positions of elements,
+booleans and literal arguments. Integer inputs of the program are unbounded.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from coreml_delegate.ops.intervals import UNKNOWN, Interval, hull, product
 from coreml_delegate.ops.record import numbers_fit
 
 _REMEDY = "Keep its values within int32"
-_SHORT = NARROW | {torch.int8}
-_TRACED_MINIMUM = 2  # of every size to torch while it traces; smaller ones may come
+_NARROW_DTYPES = NARROW | {torch.int8}
+_TRACED_MINIMUM = 2  # torch assumes it for every size while it traces; sizes may be smaller
 
 
 class WideIntegers:
-    """Finds the int64 values of a program that reach beyond int32.
+    """Finds the int64 values of a program that exceed int32.
 
-    ExecuTorch shows partitioners a program whose state is fake, without values; so what its earlier
-    form, in ATen dialect, tells of constants is remembered by their names in the state.
+    ExecuTorch passes partitioners a program with fake state, without values; so the bounds of
+    constants are noted earlier, in ATen dialect, by their names in the state.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class WideIntegers:
         self._has_literals = False
 
     def note(self, program: ExportedProgram) -> None:
-        """Look at the values in a program.
+        """Note the bounds of a program's constants.
 
         Args:
             program: In ATen dialect, or edge dialect with its real state.
@@ -52,7 +52,7 @@ class WideIntegers:
     def obstacles(
         self, program: ExportedProgram, values: Mapping[str, torch.Tensor] | None = None
     ) -> dict[Node, Reason]:
-        """The calls in ``program`` that take or give an integer beyond int32, with the reason.
+        """Return the calls with an argument or result beyond int32, with the reason.
 
         Args:
             program: In ATen or edge dialect.
@@ -66,7 +66,7 @@ class WideIntegers:
             reason = self._constant_reason(node, key, values.get(key, value), ranges.get(node))
             if reason is not None:
                 wide[node] = reason
-        found: dict[Node, Reason] = {}
+        reasons: dict[Node, Reason] = {}
         for node in program.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -77,42 +77,42 @@ class WideIntegers:
             )
             if reason is None:
                 continue
-            found[node] = reason
+            reasons[node] = reason
             if _is_int64(node) and not _fits(ranges[node]):
                 wide[node] = reason
-        return found
+        return reasons
 
     def ranges(
         self, program: ExportedProgram, values: Mapping[str, torch.Tensor]
     ) -> dict[Node, Interval]:
-        """Bounds of the integers in every constant, if they are at hand, and result.
+        """Return bounds of the integers in every result, and in every constant if at hand.
 
         Args:
             program: In ATen or edge dialect.
             values: As for ``obstacles``.
         """
-        found: dict[Node, Interval] = {}
+        bounds: dict[Node, Interval] = {}
         for node, key, value in stored_constants(program):
-            extent = self._constant(key, values.get(key, value))
-            if extent.is_known:
-                found[node] = extent
+            interval = self._constant(key, values.get(key, value))
+            if interval.is_known:
+                bounds[node] = interval
         sizes = _size_ranges(program)
         for node in program.graph.nodes:
             if node.op == "call_function":
-                found[node] = _range_of(_Operands(OpCall.of(node), found, sizes))
-        return found
+                bounds[node] = _range_of(_Operands(OpCall.of(node), bounds, sizes))
+        return bounds
 
     def _constant(self, key: str, value: torch.Tensor | None) -> Interval:
-        extent = _extent(value)
-        return extent if extent.is_known else self._constants.get(key, UNKNOWN)
+        interval = _value_range(value)
+        return interval if interval.is_known else self._constants.get(key, UNKNOWN)
 
     def _constant_reason(
-        self, node: Node, key: str, value: torch.Tensor | None, extent: Interval | None
+        self, node: Node, key: str, value: torch.Tensor | None, interval: Interval | None
     ) -> Reason | None:
-        if extent is not None and _is_beyond(extent):
-            text = f"constant {node.name!r} has int64 values {extent}"
-        elif self._has_literals and key not in self._constants and _is_hidden_integer(value):
-            # On the way to edge dialect, ExecuTorch made it of a number, perhaps of that one.
+        if interval is not None and _is_beyond(interval):
+            text = f"constant {node.name!r} has int64 values {interval}"
+        elif self._has_literals and key not in self._constants and _is_fake_integer(value):
+            # ExecuTorch's lowering to edge dialect makes constants of numbers, perhaps of that one.
             text = f"constant {node.name!r} is a number that may be beyond int32"
         else:
             return None
@@ -137,8 +137,8 @@ def _is_beyond(values: Interval) -> bool:
     return values.is_known and not _fits(values)
 
 
-def _extent(value: torch.Tensor | None) -> Interval:
-    """Smallest and largest value of a tensor of integers; unknown for all others."""
+def _value_range(value: torch.Tensor | None) -> Interval:
+    """Return the range of values of an integer tensor; unknown for other tensors."""
     if value is None or isinstance(value, FakeTensor) or not value.numel():
         return UNKNOWN
     if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
@@ -157,7 +157,7 @@ def _results(node: Node) -> Iterator[torch.Tensor]:
     yield from (v for v in values if isinstance(v, torch.Tensor))
 
 
-def _is_hidden_integer(value: torch.Tensor | None) -> bool:
+def _is_fake_integer(value: torch.Tensor | None) -> bool:
     return isinstance(value, FakeTensor) and value.dtype is torch.int64 and value.dim() == 0
 
 
@@ -168,22 +168,22 @@ _SizeRanges = Mapping[Any, ValueRanges[Any]]
 
 
 def _size_ranges(program: ExportedProgram) -> _SizeRanges:
-    """The range of every symbol, from 0 where tracing alone made it start at 2."""
+    """Return the range of every symbol; it starts at 0 if it starts at 2 because of tracing."""
     return {
-        symbol: ValueRanges(0, given.upper) if given.lower == _TRACED_MINIMUM else given
-        for symbol, given in program.range_constraints.items()
+        symbol: ValueRanges(0, bounds.upper) if bounds.lower == _TRACED_MINIMUM else bounds
+        for symbol, bounds in program.range_constraints.items()
     }
 
 
 def _size_range(size: Any, ranges: _SizeRanges) -> Interval:
-    """Bounds of a number, or of one that is computed from sizes."""
+    """Return the bounds of a number, which may be symbolic."""
     if isinstance(size, int):
         return Interval.point(int(size))
     if not isinstance(size, torch.SymInt):
         return UNKNOWN
-    found: Any = bound_sympy(size.node.expr, dict(ranges))
-    bounds = (found.lower, found.upper)
-    return Interval(*(int(b) if isinstance(b, sympy.Integer) else None for b in bounds))
+    bounds: Any = bound_sympy(size.node.expr, dict(ranges))
+    limits = (bounds.lower, bounds.upper)
+    return Interval(*(int(b) if isinstance(b, sympy.Integer) else None for b in limits))
 
 
 # Operations
@@ -195,7 +195,7 @@ class _Operands:
 
     Attributes:
         call: The call.
-        ranges: Bounds of what precedes it.
+        ranges: Bounds of preceding nodes.
         sizes: Ranges of the symbols in sizes.
     """
 
@@ -204,7 +204,7 @@ class _Operands:
     sizes: _SizeRanges
 
     def of(self, name: str) -> Interval:
-        """Bounds of an argument; unknown if it is left out."""
+        """Bounds of an argument; unknown if it is omitted."""
         return self._value(self.call.arguments.get(name))
 
     def __getitem__(self, name: str) -> Any:
@@ -218,17 +218,17 @@ class _Operands:
             return _size_range(value, self.sizes)
         if value in self.ranges:
             return self.ranges[value]
-        found = value.meta.get("val")
-        if isinstance(found, torch.Tensor):
-            return _of_dtype(found.dtype)
-        return _size_range(found, self.sizes)
+        traced = value.meta.get("val")
+        if isinstance(traced, torch.Tensor):
+            return _of_dtype(traced.dtype)
+        return _size_range(traced, self.sizes)
 
     def first(self) -> Interval:
         """Bounds of the first argument."""
         return self._value(next(iter(self.call.node.args), None))
 
     def size(self, dim: Any, name: str = "self") -> Interval:
-        """Bounds of the number of elements of an argument along some dimensions, None for all."""
+        """Bounds of an argument's number of elements along dimensions, None for all."""
         tensor = self.call.tensor(name)
         if tensor is None:
             return UNKNOWN
@@ -242,13 +242,13 @@ class _Operands:
 _Transfer = Callable[[_Operands], Interval]
 
 
-def _place(tensor: str = "self") -> _Transfer:
-    """A place along ``dim`` of an argument, or among all its elements."""
+def _position(tensor: str = "self") -> _Transfer:
+    """Bounds of a position along ``dim``, or among all elements."""
     return lambda o: Interval(0, (o.size(o["dim"], tensor) - Interval.point(1)).high)
 
 
-def _of(*names: str) -> _Transfer:
-    """Values of some arguments, moved or chosen."""
+def _values_of(*names: str) -> _Transfer:
+    """Bounds of elements of some arguments."""
     return lambda o: hull(o.of(name) for name in names if o[name] is not None)
 
 
@@ -293,7 +293,7 @@ def _running_sum(o: _Operands) -> Interval:
     return o.of("self") | _sum(o)
 
 
-def _scattered(o: _Operands) -> Interval:
+def _index_put(o: _Operands) -> Interval:
     return UNKNOWN if o["accumulate"] else o.of("self") | o.of("values")
 
 
@@ -301,19 +301,19 @@ def _sums_of_groups(o: _Operands) -> Interval:
     return o.of("self") | (o.of("self") + o.of("src") * o.size(o["dim"], "src"))
 
 
-def _part(o: _Operands) -> Interval:
-    """One of several results."""
+def _getitem(o: _Operands) -> Interval:
+    """Bounds of one of several results."""
     source, number = o["arg0"], o["arg1"]
     name = target_name(source.target) if isinstance(source, Node) else ""
-    if not isinstance(source, Node) or name not in _SPLITS | _WITH_PLACES:
+    if not isinstance(source, Node) or name not in _SPLITS | _WITH_POSITIONS:
         return UNKNOWN
     of_source = _Operands(OpCall.of(source), o.ranges, o.sizes)
-    return _place()(of_source) if number == 1 and name in _WITH_PLACES else of_source.first()
+    return _position()(of_source) if number == 1 and name in _WITH_POSITIONS else of_source.first()
 
 
 _HIGHEST_POWER = 8
 _NAMESPACES = ("aten", "dim_order_ops", "operator")
-# Ops of several results, all of values, or of values and their places.
+# Ops with several results: all values, or values and their positions.
 _SPLITS = frozenset(
     f"aten.{op}"
     for op in (
@@ -325,10 +325,10 @@ _SPLITS = frozenset(
         "unbind_copy.int",
     )
 )
-_WITH_PLACES = frozenset(
+_WITH_POSITIONS = frozenset(
     f"aten.{op}" for op in ("max.dim", "min.dim", "sort.default", "sort.stable", "topk.default")
 )
-# The values of the first argument, moved or chosen among.
+# Ops whose result has only elements of the first argument.
 _MOVES = """
     _clone_dim_order _to _to_dim_order alias amax amin as_strided clone detach diagonal expand flip
     gather index index_select lift_fresh permute repeat reshape roll select slice squeeze t to
@@ -339,65 +339,65 @@ _TRANSFERS: Mapping[str, _Transfer] = {
     "abs": lambda o: abs(o.of("self")),
     "add": lambda o: o.of("self") + _times_alpha(o),
     "arange": _arange,
-    "argmax": _place(),
-    "argmin": _place(),
+    "argmax": _position(),
+    "argmin": _position(),
     "bitwise_and": lambda o: o.of("self").bitwise_and(o.of("other")),
-    "cat": _of("tensors"),
+    "cat": _values_of("tensors"),
     "clamp": _clamped,
     "clamp_max": _clamped,
     "clamp_min": _clamped,
-    "constant_pad_nd": _of("self", "value"),
-    "copy": _of("src"),
+    "constant_pad_nd": _values_of("self", "value"),
+    "copy": _values_of("src"),
     "cumsum": _running_sum,
     "div": _quotient,
-    "fill": _of("value"),
+    "fill": _values_of("value"),
     "floor_divide": _quotient,
     "fmod": lambda o: o.of("self").truncated_modulo(o.of("other")),
-    "full": _of("fill_value"),
-    "full_like": _of("fill_value"),
-    "getitem": _part,
-    "index_put": _scattered,
-    "masked_fill": _of("self", "value"),
-    "max": _of("self", "other"),
+    "full": _values_of("fill_value"),
+    "full_like": _values_of("fill_value"),
+    "getitem": _getitem,
+    "index_put": _index_put,
+    "masked_fill": _values_of("self", "value"),
+    "max": _values_of("self", "other"),
     "maximum": lambda o: o.of("self").maximum(o.of("other")),
-    "min": _of("self", "other"),
+    "min": _values_of("self", "other"),
     "minimum": lambda o: o.of("self").minimum(o.of("other")),
     "mul": lambda o: o.of("self") * o.of("other"),
     "neg": lambda o: -o.of("self"),
     "new_zeros": lambda _: Interval.point(0),
     "ones_like": lambda _: Interval.point(1),
-    "pad": lambda o: _of("self", "value")(o) | Interval.point(0),
+    "pad": lambda o: _values_of("self", "value")(o) | Interval.point(0),
     "pow": _power,
     "remainder": lambda o: o.of("self") % o.of("other"),
     "rsub": lambda o: o.of("other") - o.of("self") * o.of("alpha"),
-    "scalar_tensor": _of("s"),
+    "scalar_tensor": _values_of("s"),
     "scatter_add": _sums_of_groups,
     "searchsorted": lambda o: Interval(0, o.size([-1], "sorted_sequence").high),
-    "select_scatter": _of("self", "src"),
+    "select_scatter": _values_of("self", "src"),
     "sign": lambda o: o.of("self").sign(),
-    "slice_scatter": _of("self", "src"),
+    "slice_scatter": _values_of("self", "src"),
     "square": lambda o: o.of("self") ** 2,
-    "stack": _of("tensors"),
+    "stack": _values_of("tensors"),
     "sub": lambda o: o.of("self") - _times_alpha(o),
     "sum": _sum,
-    "where": _of("self", "other"),
+    "where": _values_of("self", "other"),
     "zeros_like": lambda _: Interval.point(0),
 }
 """Bounds of a call's integers, by the op's name without namespace, overload and ``_copy``."""
 
 
 def _of_dtype(dtype: torch.dtype) -> Interval:
-    """Bounds of what a dtype can hold: of bool and short integers; unknown for longer ones."""
+    """Range of bool and integers of 8 or 16 bits; unknown for wider dtypes."""
     if dtype is torch.bool:
         return Interval(0, 1)
-    if dtype not in _SHORT:
+    if dtype not in _NARROW_DTYPES:
         return UNKNOWN
     limits = torch.iinfo(dtype)
     return Interval(limits.min, limits.max)
 
 
 def _range_of(operands: _Operands) -> Interval:
-    """Bounds of the integers that a call gives, all its results together."""
+    """Return the bounds of the integers in all results of a call."""
     node = operands.call.node
     dtypes = {tensor.dtype for tensor in _results(node)}
     if not dtypes:
@@ -408,20 +408,20 @@ def _range_of(operands: _Operands) -> Interval:
     transfer = _transfer_of(node)
     if dtype is torch.bool or transfer is None:
         return _of_dtype(dtype)
-    return _wrapped(transfer(operands), dtype)
+    return _cast(transfer(operands), dtype)
 
 
 def _transfer_of(node: Node) -> _Transfer | None:
     name = target_name(node.target)
-    namespace, _, rest = name.partition(".")
-    op, _, overload = rest.partition(".")
+    namespace, _, qualified = name.partition(".")
+    op, _, overload = qualified.partition(".")
     if namespace not in _NAMESPACES or (op.startswith("view") and overload == "dtype"):
         return None
     return _TRANSFERS.get(op.removesuffix("_copy"))
 
 
-def _wrapped(values: Interval, dtype: torch.dtype) -> Interval:
-    """Bounds of ``values`` cast to a dtype: unknown where some are beyond it."""
+def _cast(values: Interval, dtype: torch.dtype) -> Interval:
+    """Return the bounds of ``values`` cast to a dtype, which may wrap around."""
     limits = torch.iinfo(dtype)
     if values.is_within(limits.min, limits.max):
         return values

@@ -1,6 +1,6 @@
-"""Intervals of integers, and what arithmetic makes of them.
+"""Interval arithmetic on integers.
 
-Arithmetic on an interval with an unknown bound has none: at that end int64 itself wraps around.
+The result for an interval with an unknown bound is unknown, because int64 may wrap around.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Interval:
 
     @classmethod
     def point(cls, number: int) -> Interval:
-        """The interval of one number."""
+        """Return the interval of one number."""
         return cls(number, number)
 
     @property
@@ -63,7 +63,7 @@ class Interval:
         return self.maximum(-self).maximum(Interval.point(0)) if self.is_known else UNKNOWN
 
     def __or__(self, other: Interval) -> Interval:
-        """The smallest interval around both."""
+        """Return the smallest interval that contains both."""
         return Interval(_if_both(min, self.low, other.low), _if_both(max, self.high, other.high))
 
     def __pow__(self, exponent: int) -> Interval:
@@ -82,40 +82,40 @@ class Interval:
         return Interval(min(0, other.low + 1), max(0, other.high - 1))
 
     def truncated_divide(self, other: Interval) -> Interval:
-        """Quotients rounded towards zero."""
+        """Bounds of the quotient, rounded towards zero."""
         return self._divided(other, lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1))
 
     def truncated_modulo(self, other: Interval) -> Interval:
         """Bounds of the remainder that has the sign of the dividend."""
-        size = abs(other).high
-        if size is None:
+        largest_divisor = abs(other).high
+        if largest_divisor is None:
             return UNKNOWN
         is_positive = self.low is not None and self.low >= 0
         is_negative = self.high is not None and self.high <= 0
-        most = max(0, size - 1)
-        return Interval(0 if is_positive else -most, 0 if is_negative else most)
+        limit = max(0, largest_divisor - 1)
+        return Interval(0 if is_positive else -limit, 0 if is_negative else limit)
 
     def maximum(self, other: Interval) -> Interval:
-        """The larger of two numbers."""
+        """Bounds of the larger of two numbers."""
         return Interval(_if_any(max, self.low, other.low), _if_both(max, self.high, other.high))
 
     def minimum(self, other: Interval) -> Interval:
-        """The smaller of two numbers."""
+        """Bounds of the smaller of two numbers."""
         return Interval(_if_both(min, self.low, other.low), _if_any(min, self.high, other.high))
 
     def sign(self) -> Interval:
-        """-1, 0 and 1."""
+        """Bounds of the sign: -1, 0 or 1."""
         return self.minimum(Interval.point(1)).maximum(Interval.point(-1))
 
     def bitwise_and(self, other: Interval) -> Interval:
-        """Bits that two numbers share: of one that is not negative no more than it has."""
+        """Bounds of ``a & b``, which is at most a non-negative operand."""
         positive = [i for i in (self, other) if i.low is not None and i.low >= 0]
         return reduce(Interval.minimum, positive, Interval(0)) if positive else UNKNOWN
 
     def _divided(self, other: Interval, divide: Callable[[int, int], int]) -> Interval:
         if not other.contains(0):
             return self._at_corners(other, divide)
-        # No quotient of integers is larger than the dividend; nothing is divided by zero.
+        # The magnitude of a quotient of integers is at most that of the dividend.
         return abs(self) | -abs(self)
 
     def _at_corners(self, other: Interval, operate: Callable[[int, int], int]) -> Interval:
@@ -134,13 +134,13 @@ UNKNOWN = Interval()
 
 
 def hull(intervals: Iterable[Interval]) -> Interval:
-    """The smallest interval around all; unknown if there are none."""
-    found = list(intervals)
-    return reduce(lambda a, b: a | b, found) if found else UNKNOWN
+    """Return the smallest interval that contains all; unknown for no intervals."""
+    listed = list(intervals)
+    return reduce(lambda a, b: a | b, listed) if listed else UNKNOWN
 
 
 def product(intervals: Iterable[Interval]) -> Interval:
-    """Products of a number of each."""
+    """Bounds of the product of one number per interval."""
     return reduce(operator.mul, intervals, Interval.point(1))
 
 

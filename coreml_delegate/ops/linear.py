@@ -1,8 +1,8 @@
 """Matrix products and attention.
 
-A query that the mask lets attend to nothing, as that of a padded token, gives zeros in PyTorch.
-Core ML's op divides zero by zero there, and coremltools' decomposition takes a mean; a nan in one
-token is a nan in all that follow.
+If the mask hides all keys of a query, as of a padded token, PyTorch's attention gives zeros. Core
+ML's op divides zero by zero, and coremltools' decomposition takes a mean; a nan in one token makes
+all following tokens nan.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from coreml_delegate.ops.quantization import Pattern, Quantization, Tail
 from coreml_delegate.ops.record import OpRecord, ScoreRole
 
 
-def _two_operands(call: OpCall) -> bool:
+def _has_two_operands(call: OpCall) -> bool:
     return sum(1 for _ in call.tensors("tensors")) == 2
 
 
-def _explicit(call: OpCall) -> bool:
+def _is_explicit(call: OpCall) -> bool:
     equation = call.arguments["equation"]
     return "->" in equation and "..." not in equation
 
 
-def _by_matrices(call: OpCall) -> bool:
+def _multiplies_matrices(call: OpCall) -> bool:
     other = call.tensor("other")
     return other is not None and other.dim() > 1
 
 
 def _rewrite_attention(node: Node) -> None:
     mask = arguments_of(node)["attn_mask"]
-    if not isinstance(mask, Node) or not value_of(mask).dim() or _leaves_something(mask):
+    if not isinstance(mask, Node) or not value_of(mask).dim() or _leaves_keys(mask):
         return
     result = insert(node, node.target, *node.args, **node.kwargs)
-    become(node, ATEN.masked_fill.Scalar, result, _nothing_left(node, mask), 0.0)
+    become(node, ATEN.masked_fill.Scalar, result, _is_fully_masked(node, mask), 0.0)
 
 
 def _rewrite_core_ml_attention(node: Node) -> None:
@@ -51,7 +51,7 @@ def _rewrite_core_ml_attention(node: Node) -> None:
 
 
 def _rewrite_hadamard(node: Node) -> None:
-    """Butterflies: each interleaves sums and differences of a vector's halves."""
+    """Walsh-Hadamard transform: log2(n) butterflies of sums and differences of halves."""
     shape = shape_of(node)
     count = shape[-1]
     value = insert(node, ATEN.mul.Scalar, node.args[0], count**-0.5)  # first, against overflow
@@ -74,25 +74,25 @@ def _hadamard_flops(call: OpCall) -> int:
     return 0 if matrix is None else elements(matrix) * extent(matrix.shape[-1]).bit_length()
 
 
-def _nothing_left(node: Node, mask: Node) -> Node:
-    """True for each query from which the mask hides all keys."""
+def _is_fully_masked(node: Node, mask: Node) -> Node:
+    """Return true for each query whose keys are all masked."""
     is_bool = value_of(mask).dtype is torch.bool
-    keeps = mask if is_bool else insert(node, ATEN.gt.Scalar, mask, -math.inf)
-    number = insert(node, ATEN._to_copy.default, keeps, dtype=value_of(node).dtype)
+    visible = mask if is_bool else insert(node, ATEN.gt.Scalar, mask, -math.inf)
+    number = insert(node, ATEN._to_copy.default, visible, dtype=value_of(node).dtype)
     return insert(node, ATEN.le.Scalar, insert(node, ATEN.amax.default, number, [-1], True), 0.0)
 
 
-def _leaves_something(mask: Node) -> bool:
-    """Whether the mask is known, and leaves every query a key."""
+def _leaves_keys(mask: Node) -> bool:
+    """Whether the mask is stored and leaves a key to every query."""
     value = stored_value(mask)
     if value is None or not value.numel():
         return False
-    kept = value if value.dtype is torch.bool else value > -math.inf
-    return bool(kept.any(-1).all())
+    visible = value if value.dtype is torch.bool else value > -math.inf
+    return bool(visible.any(-1).all())
 
 
 def _einsum_flops(call: OpCall) -> int:
-    """Two operations per combination of all the indices (one where there is a single operand)."""
+    """Two operations per combination of all indices (one for a single operand)."""
     equation = str(call.arguments.get("equation", "")).replace(" ", "")
     operands = [term for term in equation.partition("->")[0].split(",") if "." not in term]
     tensors = [tensor for _, tensor in call.tensors("tensors")]
@@ -103,7 +103,7 @@ def _einsum_flops(call: OpCall) -> int:
 
 
 def _attention_flops(call: OpCall, names: tuple[str, str, str] = ("query", "key", "value")) -> int:
-    """Queries by keys, a softmax, weights by values."""
+    """``q @ k.T``, a softmax, and ``weights @ v``."""
     query, key, value = map(call.tensor, names)
     if query is None or key is None or value is None:
         return 0
@@ -116,19 +116,19 @@ _TAIL = (Tail.ACTIVATION,)
 _MATMUL = Pattern("matmul", tail=_TAIL)
 
 
-def _by_matrix(weight: str, data: str) -> Pattern:
-    """A product by a matrix of parameters, whose columns give the outputs."""
+def _linear_pattern(weight: str, data: str) -> Pattern:
+    """Pattern of a product with a weight matrix [in, out]."""
     return Pattern("linear", weight=weight, channel_axis=1, data=(data,), tail=_TAIL)
 
 
-def _vectors(_: OpCall) -> int:
+def _one_trailing_dim(_: OpCall) -> int:
     return 1
 
 
 _op = partial(OpRecord, flops=contraction("self", -1))
 
 RECORDS = (
-    _op("aten.mm.default", quantization=Quantization((_by_matrix("mat2", "self"), _MATMUL))),
+    _op("aten.mm.default", quantization=Quantization((_linear_pattern("mat2", "self"), _MATMUL))),
     _op(
         "aten.bmm.default",
         score_role=ScoreRole.MULTIPLIES,
@@ -137,20 +137,20 @@ RECORDS = (
     _op(
         "aten.matmul.default",
         score_role=ScoreRole.MULTIPLIES,
-        constraints=(holds(_by_matrices, ReasonCode.RANK, "'other' is a vector"),),
+        constraints=(holds(_multiplies_matrices, ReasonCode.RANK, "'other' is a vector"),),
         merge=matrices,
-        quantization=Quantization((_by_matrix("other", "self"), _MATMUL)),
+        quantization=Quantization((_linear_pattern("other", "self"), _MATMUL)),
     ),
     _op(
         "aten.addmm.default",
         constraints=(argument_is("alpha", 1), argument_is("beta", 1)),
         flops=contraction("mat1", -1, bias="self"),
-        quantization=Quantization((_by_matrix("mat2", "mat1"),)),
+        quantization=Quantization((_linear_pattern("mat2", "mat1"),)),
     ),
     _op(
         "aten.linear.default",
         constraints=(rank_between("weight", 2, 2),),
-        merge=leading("input", _vectors),
+        merge=leading("input", _one_trailing_dim),
         flops=contraction("input", -1, bias="bias"),
         quantization=Quantization(
             (Pattern("linear", weight="weight", tail=(Tail.NORM, Tail.ACTIVATION)),)
@@ -160,8 +160,8 @@ RECORDS = (
         "aten.einsum.default",
         score_role=ScoreRole.MULTIPLIES,
         constraints=(
-            holds(_two_operands, ReasonCode.ARGUMENT, "einsum takes two operands in Core ML"),
-            holds(_explicit, ReasonCode.ARGUMENT, "the equation has an ellipsis or no result"),
+            holds(_has_two_operands, ReasonCode.ARGUMENT, "einsum takes two operands in Core ML"),
+            holds(_is_explicit, ReasonCode.ARGUMENT, "the equation has an ellipsis or no result"),
             argument_is("path", None),
         ),
         flops=_einsum_flops,
@@ -174,7 +174,7 @@ RECORDS = (
         rewrite=_rewrite_attention,
         flops=_attention_flops,
     ),
-    # Of ExecuTorch's own packages: see also ``refused`` and ``transforms.executorch_gaps``.
+    # Ops of ExecuTorch's packages: see also ``refused`` and ``transforms.executorch_gaps``.
     _op(
         "coreml.sdpa.default",
         dtypes={"": FLOAT, "attn_mask": FLOAT | BOOL},

@@ -1,9 +1,9 @@
-"""Inverse, determinant and solution of linear equations for matrices of up to four rows; distances.
+"""Inverse, determinant and linear solve of matrices of up to four rows, by cofactors; distances.
 
-They are computed by cofactors. Rows, and then columns, are divided by their largest magnitudes
-first: the products of larger numbers may be beyond fp16, which has none from 65520 on.
+Rows, and then columns, are divided by their largest magnitudes first, so that no product overflows
+fp16 (65520 and more is infinite).
 
-PyTorch raises an error where a matrix cannot be inverted; here its inverse has infinities or NaNs.
+PyTorch raises an error for a singular matrix; here its inverse has infinities or NaNs.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from coreml_delegate.ops.edits import (
     value_of,
 )
 from coreml_delegate.ops.flops import elements
-from coreml_delegate.ops.merging import whole_sizes
+from coreml_delegate.ops.merging import view_sizes
 from coreml_delegate.ops.mil_ops import integers
 from coreml_delegate.ops.record import OpRecord
 
-_MOST_ROWS = 4
+_MAX_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Scaled:
-    """Matrices ``rows * x * columns``, with the inverse of ``x``.
+    """Matrices factored as ``rows * x * columns``, with the inverse of ``x`` by cofactors.
 
     Attributes:
         adjugate: The inverse of ``x`` times its determinant, [*, n, n].
@@ -60,7 +60,7 @@ class _Scaled:
         x = insert(node, ATEN.div.Tensor, matrix, rows)
         columns = _magnitudes(node, x, -2)
         x = insert(node, ATEN.div.Tensor, x, columns)
-        sizes, count = whole_sizes(shape_of(x)), shape_of(x)[-1]
+        sizes, count = view_sizes(shape_of(x)), shape_of(x)[-1]
         flat = insert(node, ATEN.view_copy.default, x, [*sizes[:-2], count * count])
         adjugate = _adjugate(node, flat, count)
         adjugate = insert(node, ATEN.view_copy.default, adjugate, sizes)
@@ -72,10 +72,10 @@ class _Scaled:
 
 
 def _magnitudes(node: Node, x: Node, dim: int) -> Node:
-    """Return the largest magnitudes along a dimension, 1 where all is zero."""
-    largest = insert(node, ATEN.amax.default, insert(node, ATEN.abs.default, x), [dim], True)
-    nothing = insert(node, ATEN.eq.Scalar, largest, 0.0)
-    return insert(node, ATEN.add.Tensor, largest, cast(node, nothing, value_of(x).dtype))
+    """Return the largest magnitudes along a dimension, 1 where all elements are zero."""
+    maximum = insert(node, ATEN.amax.default, insert(node, ATEN.abs.default, x), [dim], True)
+    is_zero = insert(node, ATEN.eq.Scalar, maximum, 0.0)
+    return insert(node, ATEN.add.Tensor, maximum, cast(node, is_zero, value_of(x).dtype))
 
 
 def _transposed(node: Node, x: Node) -> Node:
@@ -83,19 +83,19 @@ def _transposed(node: Node, x: Node) -> Node:
     return insert(node, ATEN.permute_copy.default, x, [*range(rank - 2), rank - 1, rank - 2])
 
 
-def _chosen(node: Node, flat: Node, places: Sequence[int]) -> Node:
-    index = insert(node, integers(), list(places))
+def _select(node: Node, flat: Node, indices: Sequence[int]) -> Node:
+    index = insert(node, integers(), list(indices))
     return insert(node, ATEN.index_select.default, flat, -1, index)
 
 
 _Term = tuple[Node, Sequence[int], Node, Sequence[int]]
 
 
-def _products(node: Node, terms: Sequence[_Term]) -> Node:
-    """Return the sum of products of chosen elements."""
+def _sum_of_products(node: Node, terms: Sequence[_Term]) -> Node:
+    """Return the sum of ``a[indices_a] * b[indices_b]`` over all terms."""
     products = (
-        insert(node, ATEN.mul.Tensor, _chosen(node, first, left), _chosen(node, second, right))
-        for first, left, second, right in terms
+        insert(node, ATEN.mul.Tensor, _select(node, a, indices_a), _select(node, b, indices_b))
+        for a, indices_a, b, indices_b in terms
     )
     return functools.reduce(lambda a, b: insert(node, ATEN.add.Tensor, a, b), products)
 
@@ -103,38 +103,38 @@ def _products(node: Node, terms: Sequence[_Term]) -> Node:
 def _adjugate(node: Node, x: Node, count: int) -> Node:
     """Return the cofactors of matrices [*, n * n], transposed: [*, n * n].
 
-    Elements with a changed sign are ``count * count`` behind: that of a cofactor is in its factors.
+    ``signed`` has the elements and their negatives, so that an index selects a cofactor's sign.
     """
     if count == 1:
         return insert(node, ATEN.full_like.default, x, 1.0)
     minus = insert(node, ATEN.mul.Scalar, x, -1.0)
     signed = insert(node, ATEN.cat.default, [x, minus], -1)
     if count == 2:
-        return _chosen(node, signed, [3, 4 + 1, 4 + 2, 0])
-    places = [(row, column) for column in range(count) for row in range(count)]
+        return _select(node, signed, [3, 4 + 1, 4 + 2, 0])
+    elements = [(row, column) for column in range(count) for row in range(count)]
     if count == 3:
-        # Of the rows and columns that follow in turn, the sign is plus.
-        following = [[(row + k) % 3 * 3 for row, _ in places] for k in (1, 2)]
-        beside = [[(column + k) % 3 for _, column in places] for k in (1, 2)]
-        (low, high), (left, right) = following, beside
+        # With rows and columns in cyclic order, the sign is plus.
+        rows_after = [[(row + k) % 3 * 3 for row, _ in elements] for k in (1, 2)]
+        columns_after = [[(column + k) % 3 for _, column in elements] for k in (1, 2)]
+        (low, high), (near, far) = rows_after, columns_after
         a, d, b, c = (
             [r + k for r, k in zip(rows, columns, strict=True)]
-            for rows, columns in ((low, left), (high, right), (low, right), (high, left))
+            for rows, columns in ((low, near), (high, far), (low, far), (high, near))
         )
-        return _products(node, [(x, a, x, d), (signed, [9 + n for n in b], x, c)])
+        return _sum_of_products(node, [(x, a, x, d), (signed, [9 + n for n in b], x, c)])
     minors = _minors_of_pairs(node, x, signed)
     terms: list[_Term] = []
     for k in range(3):
         left_places: list[int] = []
         right_places: list[int] = []
-        for row, column in places:
+        for row, column in elements:
             columns = [c for c in range(4) if c != column]
-            alone = columns.pop(k)
+            single = columns.pop(k)
             is_negative = (row + column + k) % 2
-            left_places.append((row ^ 1) * 4 + alone + 16 * is_negative)
+            left_places.append((row ^ 1) * 4 + single + 16 * is_negative)
             right_places.append((row < 2) * 6 + _PAIRS.index((columns[0], columns[1])))
         terms.append((signed, left_places, minors, right_places))
-    return _products(node, terms)
+    return _sum_of_products(node, terms)
 
 
 def _minors_of_pairs(node: Node, x: Node, signed: Node) -> Node:
@@ -145,12 +145,12 @@ def _minors_of_pairs(node: Node, x: Node, signed: Node) -> Node:
     b = [p * 4 + d for (p, _), (_, d) in zip(upper, columns, strict=True)]
     c = [q * 4 + c for (_, q), (c, _) in zip(upper, columns, strict=True)]
     d = [q * 4 + d for (_, q), (_, d) in zip(upper, columns, strict=True)]
-    return _products(node, [(x, a, x, d), (signed, [16 + n for n in b], x, c)])
+    return _sum_of_products(node, [(x, a, x, d), (signed, [16 + n for n in b], x, c)])
 
 
 def _inverse(node: Node) -> None:
     result, matrix = only_result(node), arguments_of(node)["A"]
-    become(result, *_solution(result, matrix, None, left=True))
+    become(result, *_division_call(result, matrix, None, from_left=True))
 
 
 def _solve(node: Node) -> None:
@@ -159,34 +159,36 @@ def _solve(node: Node) -> None:
     is_vector = _solves_for_vector(value_of(matrix).shape, value_of(right_hand).shape)
     if is_vector:
         right_hand = insert(result, ATEN.unsqueeze_copy.default, right_hand, -1)
-    call = _solution(result, matrix, right_hand, left=arguments["left"] or is_vector)
+    call = _division_call(result, matrix, right_hand, from_left=arguments["left"] or is_vector)
     if is_vector:
         call = ATEN.squeeze_copy.dims, insert(result, *call), [-1]
     become(result, *call)
 
 
-def _solution(node: Node, matrix: Node, right_hand: Node | None, left: bool) -> tuple[Any, ...]:
-    """The call, with its arguments, that divides matrices, or 1, by a matrix."""
+def _division_call(
+    node: Node, matrix: Node, right_hand: Node | None, from_left: bool
+) -> tuple[Any, ...]:
+    """Return target and arguments of the call that solves for, or inverts, ``matrix``."""
     scaled = _Scaled.of(node, matrix)
     rows, columns = (_transposed(node, factors) for factors in (scaled.rows, scaled.columns))
-    last = columns if left else rows
+    factors_of_result = columns if from_left else rows
     if right_hand is None:
         product = insert(node, ATEN.div.Tensor, scaled.adjugate, rows)
-    elif left:
-        part = insert(node, ATEN.div.Tensor, right_hand, scaled.rows)
-        product = insert(node, ATEN.matmul.default, scaled.adjugate, part)
+    elif from_left:
+        scaled_side = insert(node, ATEN.div.Tensor, right_hand, scaled.rows)
+        product = insert(node, ATEN.matmul.default, scaled.adjugate, scaled_side)
     else:
-        part = insert(node, ATEN.div.Tensor, right_hand, scaled.columns)
-        product = insert(node, ATEN.matmul.default, part, scaled.adjugate)
+        scaled_side = insert(node, ATEN.div.Tensor, right_hand, scaled.columns)
+        product = insert(node, ATEN.matmul.default, scaled_side, scaled.adjugate)
     quotient = insert(node, ATEN.div.Tensor, product, scaled.determinant)
-    return ATEN.div.Tensor, quotient, last
+    return ATEN.div.Tensor, quotient, factors_of_result
 
 
 def _determinant(node: Node) -> None:
     result = only_result(node)
     scaled = _Scaled.of(result, arguments_of(node)["A"])
     value = scaled.determinant
-    # One factor after the other: zero stays zero, though a product of the factors is infinite.
+    # Multiply by one factor at a time: zero stays zero even if the product of factors is infinite.
     for factors, dim in ((scaled.rows, -2), (scaled.columns, -1)):
         for n in range(shape_of(factors)[dim]):
             factor = insert(result, ATEN.slice_copy.Tensor, factors, dim, n, n + 1, 1)
@@ -194,31 +196,31 @@ def _determinant(node: Node) -> None:
     become(result, ATEN.squeeze_copy.dims, value, [-2, -1])
 
 
-def _distances(node: Node) -> None:
-    """Norms of all differences of rows."""
+def _pairwise_norms(node: Node) -> None:
+    """``norm(x1[i] - x2[j])`` of all pairs of rows."""
     arguments = arguments_of(node)
-    left = insert(node, ATEN.unsqueeze_copy.default, arguments["x1"], -2)
-    right = insert(node, ATEN.unsqueeze_copy.default, arguments["x2"], -3)
-    difference = insert(node, ATEN.sub.Tensor, left, right)
+    rows_1 = insert(node, ATEN.unsqueeze_copy.default, arguments["x1"], -2)
+    rows_2 = insert(node, ATEN.unsqueeze_copy.default, arguments["x2"], -3)
+    difference = insert(node, ATEN.sub.Tensor, rows_1, rows_2)
     become(node, ATEN.linalg_vector_norm.default, difference, float(arguments["p"]), [-1], False)
 
 
-def _distances_of_pairs(node: Node) -> None:
-    """Norms of the differences of all rows but the last and those behind each."""
+def _norms_of_row_pairs(node: Node) -> None:
+    """``norm(x[i] - x[j])`` of all rows i < j."""
     arguments = arguments_of(node)
     x = arguments["self"]
     pairs = itertools.combinations(range(shape_of(x)[0]), 2)
-    left, right = (
-        insert(node, ATEN.index_select.default, x, 0, insert(node, integers(), places))
-        for places in map(list, zip(*pairs, strict=True))
+    rows_1, rows_2 = (
+        insert(node, ATEN.index_select.default, x, 0, insert(node, integers(), indices))
+        for indices in map(list, zip(*pairs, strict=True))
     )
-    difference = insert(node, ATEN.sub.Tensor, left, right)
+    difference = insert(node, ATEN.sub.Tensor, rows_1, rows_2)
     become(node, ATEN.linalg_vector_norm.default, difference, float(arguments["p"]), [-1], False)
 
 
-def _few_pairs(call: OpCall) -> bool:
+def _has_few_rows(call: OpCall) -> bool:
     count = next(call.tensors("self"))[1].shape[0]
-    return isinstance(count, int) and count <= _MOST_POINTS
+    return isinstance(count, int) and count <= _MAX_POINTS
 
 
 def _solves_for_vector(matrix: Sequence[Any], right_hand: Sequence[Any]) -> bool:
@@ -227,31 +229,33 @@ def _solves_for_vector(matrix: Sequence[Any], right_hand: Sequence[Any]) -> bool
     return len(right_hand) == 1 or [*map(str, right_hand)] == [*map(str, matrix[:-1])]
 
 
-def _few_rows(call: OpCall) -> bool:
+def _has_small_matrices(call: OpCall) -> bool:
     rows = next(call.tensors("A"))[1].shape[-1]
-    return isinstance(rows, int) and rows <= _MOST_ROWS
+    return isinstance(rows, int) and rows <= _MAX_ROWS
 
 
 def _flops_of_matrices(call: OpCall) -> int:
-    """Three operations for each product in a cofactor."""
+    """Three operations per product in a cofactor."""
     tensor = next(call.tensors("A"))[1]
     return elements(tensor) * 3 * max(int(tensor.shape[-1]) - 1, 1)
 
 
-def _flops_of_distances(call: OpCall) -> int:
-    """A difference, a power and a sum for each element of the differences."""
+def _flops_of_pairwise_norms(call: OpCall) -> int:
+    """A difference, a power and a sum per element of the differences."""
     return 3 * elements(call.outputs()[0]) * int(next(call.tensors("x1"))[1].shape[-1])
 
 
-def _flops_of_pairs(call: OpCall) -> int:
+def _flops_of_row_pairs(call: OpCall) -> int:
     return 3 * elements(call.outputs()[0]) * int(next(call.tensors("self"))[1].shape[-1])
 
 
-_MOST_POINTS = 512  # whose indices take a megabyte
+_MAX_POINTS = 512  # the indices of their pairs take a megabyte
 _PAIRS = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
 _CONSTRAINTS = (
     only_result_used(0),
-    holds(_few_rows, ReasonCode.SHAPE, f"Core ML takes matrices of at most {_MOST_ROWS} rows"),
+    holds(
+        _has_small_matrices, ReasonCode.SHAPE, f"Core ML takes matrices of at most {_MAX_ROWS} rows"
+    ),
 )
 
 _op = partial(OpRecord, constraints=_CONSTRAINTS, flops=_flops_of_matrices)
@@ -263,17 +267,19 @@ RECORDS = (
     OpRecord(
         "aten._cdist_forward.default",
         max_rank=MAX_RANK - 1,
-        rewrite=_distances,
-        flops=_flops_of_distances,
+        rewrite=_pairwise_norms,
+        flops=_flops_of_pairwise_norms,
     ),
     OpRecord(
         "aten._pdist_forward.default",
         constraints=(
             holds(
-                _few_pairs, ReasonCode.SHAPE, f"Core ML takes pairs of at most {_MOST_POINTS} rows"
+                _has_few_rows,
+                ReasonCode.SHAPE,
+                f"Core ML takes pairs of at most {_MAX_POINTS} rows",
             ),
         ),
-        rewrite=_distances_of_pairs,
-        flops=_flops_of_pairs,
+        rewrite=_norms_of_row_pairs,
+        flops=_flops_of_row_pairs,
     ),
 )

@@ -1,4 +1,4 @@
-"""Logic, bits of integers, and choices by a condition."""
+"""Logical and bitwise ops, and selection by a condition."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
 
 
 def _logical(target: Any) -> Rewrite:
-    """A logical op on whatever is not zero."""
+    """Return a rewrite to a logical op on ``x != 0``."""
 
     def rewrite(node: Node) -> None:
         arguments = arguments_of(node)
@@ -38,9 +38,9 @@ def _logical(target: Any) -> Rewrite:
 
 
 def _bitwise_with_number(name: str, logic: Any) -> Rewrite:
-    """A bitwise op on integers and a number, by remainders; see ``_masked_bits``.
+    """Return a rewrite of a bitwise op on integers and a number c, see ``_masked_bits``.
 
-    With c, ``x | c`` is the bits of x outside c plus c, and ``x ^ c`` those plus ``c & ~x``.
+    ``x | c = (x & ~c) + c`` and ``x ^ c = (x & ~c) + c - (x & c)``.
     """
 
     def rewrite(node: Node) -> None:
@@ -65,26 +65,26 @@ def _bitwise_with_number(name: str, logic: Any) -> Rewrite:
 def _masked_bits(node: Node, x: Node, mask: int) -> Node:
     """Return ``x & mask``, inserted before ``node``.
 
-    Of a run of set bits, from a up to b, it is the remainder by 2 ** b minus that by 2 ** a; where
-    most bits are set, the others are taken away from ``x``.
+    A run of set bits a..b-1 gives ``x mod 2**b - x mod 2**a``. For a negative mask, it is
+    ``x - (x & ~mask)``.
     """
     if mask < 0:
         return insert(node, ATEN.sub.Tensor, x, _masked_bits(node, x, ~mask))
     result = insert(node, ATEN.mul.Tensor, x, 0)
     is_set = 0
-    for place in range(mask.bit_length() + 1):
-        if mask >> place & 1 == is_set:
+    for position in range(mask.bit_length() + 1):
+        if mask >> position & 1 == is_set:
             continue
-        if place:
+        if position:
             change = ATEN.sub.Tensor if is_set == 0 else ATEN.add.Tensor
-            rest = insert(node, ATEN.remainder.Scalar, x, 2**place)
-            result = insert(node, change, result, rest)
+            remainder = insert(node, ATEN.remainder.Scalar, x, 2**position)
+            result = insert(node, change, result, remainder)
         is_set = 1 - is_set
     return result
 
 
 def _bitwise_not(node: Node) -> None:
-    """Replace the bits of an integer by their complement, ``-1 - x``."""
+    """``-1 - x`` of integers."""
     x = arguments_of(node)["self"]
     if value_of(node).dtype is torch.bool:
         become(node, ATEN.logical_not.default, x)
@@ -92,27 +92,27 @@ def _bitwise_not(node: Node) -> None:
         become(node, ATEN.sub.Tensor, insert(node, ATEN.full_like.default, x, -1), x)
 
 
-def _few_bits(call: OpCall) -> bool:
+def _has_few_bits(call: OpCall) -> bool:
     return -_HIGHEST_BIT <= call.arguments["other"] < _HIGHEST_BIT
 
 
 def _where(node: Node) -> None:
     dtype, arguments = value_of(node).dtype, arguments_of(node)
-    chosen = [cast(node, arguments[n], dtype) for n in ("self", "other")]
+    branches = [cast(node, arguments[n], dtype) for n in ("self", "other")]
     condition = arguments["condition"]
     if value_of(node).dim():
-        become(node, node.target, condition, *_spread(node, condition, chosen))
+        become(node, node.target, condition, *_broadcast_branches(node, condition, branches))
         return
-    # Coremltools broadcasts the operands and cannot do it to scalars.
+    # Coremltools broadcasts the operands, which fails for scalars.
     condition = insert(node, ATEN.view_copy.default, condition, [1])
-    whole = insert(node, node.target, condition, *chosen)
-    become(node, ATEN.view_copy.default, whole, [])
+    result = insert(node, node.target, condition, *branches)
+    become(node, ATEN.view_copy.default, result, [])
 
 
-def _spread(node: Node, condition: Node, branches: list[Node]) -> list[Node]:
-    """The branches, one of them as large as the result where sizes are dynamic.
+def _broadcast_branches(node: Node, condition: Node, branches: list[Node]) -> list[Node]:
+    """Return the branches, the first broadcast to the result's shape if sizes are dynamic.
 
-    Coremltools broadcasts what is static; of the rest MIL declares the shape of the branches alone.
+    Coremltools broadcasts only static shapes; MIL infers the result's shape from the branches.
     """
     shape = value_of(node).shape
     branch_shape = torch.broadcast_shapes(*(value_of(branch).shape for branch in branches))
@@ -120,12 +120,12 @@ def _spread(node: Node, condition: Node, branches: list[Node]) -> list[Node]:
         return branches
     first, second = branches
     dtype = value_of(first).dtype
-    never = insert(node, ATEN.logical_not.default, condition)
-    never = insert(node, ATEN.logical_and.default, condition, never)
+    always_false = insert(node, ATEN.logical_not.default, condition)
+    always_false = insert(node, ATEN.logical_and.default, condition, always_false)
     if dtype is torch.bool:
-        return [insert(node, ATEN.logical_or.default, first, never), second]
-    # Of floats a negative zero: added to, it leaves zeros of both signs as they are.
-    zero = insert(node, ATEN._to_copy.default, never, dtype=dtype)
+        return [insert(node, ATEN.logical_or.default, first, always_false), second]
+    # A negative zero for floats: added, it keeps the sign of zeros.
+    zero = insert(node, ATEN._to_copy.default, always_false, dtype=dtype)
     zero = insert(node, ATEN.mul.Tensor, zero, -1.0) if dtype.is_floating_point else zero
     return [insert(node, ATEN.add.Tensor, first, zero), second]
 
@@ -140,12 +140,12 @@ def _masked_fill(node: Node) -> None:
     become(node, node.target, source, arguments["mask"], filling)
 
 
-_HIGHEST_BIT = 2**30  # a remainder by it is an int32, as the number itself is
+_HIGHEST_BIT = 2**30  # the largest power of 2 in int32, to compute a remainder by
 _FEW_BITS = holds(
-    _few_bits, ReasonCode.ARGUMENT, "Core ML has remainders of int32, by at most 2 ** 30"
+    _has_few_bits, ReasonCode.ARGUMENT, "Core ML has remainders of int32, by at most 2 ** 30"
 )
 
-_op = partial(OpRecord, score_role=ScoreRole.CARRIES, merge=pointwise)
+_op = partial(OpRecord, score_role=ScoreRole.PROPAGATES, merge=pointwise)
 
 RECORDS = (
     *(

@@ -1,6 +1,6 @@
 """Custom torch ops for MIL ops that coremltools' frontend does not emit.
 
-Rewrites put them into a subgraph, and coremltools is told how to translate them.
+Rewrites insert them into a subgraph; their translations are registered with coremltools.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMESPACE = "coreml_delegate"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define("floor_divide(Tensor self, Tensor other) -> Tensor")
 _LIBRARY.define("integers(int[] values) -> Tensor")
-# Nothing computes these two: they stand where an op with the same result stood.
+# These two have no kernel: they replace an op with the same result before conversion.
 _LIBRARY.define(
     "shift_scale(Tensor data, Tensor scale, Tensor? offset, int[] blocks, int low, int high)"
     " -> Tensor"
@@ -50,22 +50,22 @@ _LIBRARY.impl("integers", _integers, "CompositeImplicitAutograd")
 
 
 def floor_divide() -> Any:
-    """Quotients rounded down, of integers as integers; coremltools' own passes them through floats.
+    """``floor(x / y)``, of integers in integers; coremltools' translation uses floats.
 
     Returns:
         The operator, taking two tensors of one dtype.
     """
-    _translate()
+    _register_translations()
     return torch.ops.coreml_delegate.floor_divide.default
 
 
 def integers() -> Any:
-    """A constant vector, for rewrites, which have no place to store one.
+    """A constant vector, for rewrites, which cannot add constants to the program.
 
     Returns:
         The operator, taking the integers as a list.
     """
-    _translate()
+    _register_translations()
     return torch.ops.coreml_delegate.integers.default
 
 
@@ -75,78 +75,78 @@ def product() -> Any:
     Returns:
         ATen's operator, without its dtype.
     """
-    _translate()
+    _register_translations()
     return torch.ops.aten.prod.dim_int
 
 
 def scatter_reduce() -> Any:
-    """Reductions of elements at the indices where they are scattered.
+    """Scatter with reduction, as MIL's ``scatter_along_axis``.
 
     Returns:
         ATen's operator, which includes ``self`` and takes a sum, product, maximum or minimum.
     """
-    _translate()
+    _register_translations()
     return torch.ops.aten.scatter_reduce.two
 
 
 def sliding_windows() -> Any:
-    """Windows along one dimension, whose elements become the last one, as one op.
+    """Windows along one dimension, whose elements become the last dimension, as one op.
 
     Returns:
         ATen's operator.
     """
-    _translate()
+    _register_translations()
     return torch.ops.aten.unfold_copy.default
 
 
 def shift_scale() -> Any:
-    """``scale * (data - offset)``, all constants, the data stored in as few bits as MIL has.
+    """``scale * (data - offset)`` of constants, with data in the narrowest integer type of MIL.
 
     Returns:
         The operator. It takes ``data``, integers of ``low`` to ``high``; ``scale`` and ``offset``,
-        a value for each of ``blocks``, the number of blocks along every dimension; the offset may
-        be None, which is 0.
+        a value per block, the offset or None for 0; and ``blocks``, the number of blocks along
+        every dimension.
     """
-    _translate()
+    _register_translations()
     return torch.ops.coreml_delegate.shift_scale.default
 
 
 def look_up() -> Any:
-    """Numbers of lookup tables at indices, all constants, the indices in as few bits as MIL has.
+    """Lookup of constant indices in constant tables, with indices in the fewest bits of MIL.
 
     Returns:
         The operator, taking ``indices`` [*shape] and ``tables`` [*blocks, 2**bits, 1].
     """
-    _translate()
+    _register_translations()
     return torch.ops.coreml_delegate.look_up.default
 
 
 def placeholder_op(overload: OpOverload) -> OpOverload:
-    """Layers of a recurrent network, which coremltools unrolls, or does not translate.
+    """Recurrent layers, which coremltools unrolls or does not translate.
 
     Args:
         overload: One of ATen's recurrent ops.
 
     Returns:
-        The operator that stands for it; see ``placeholder_ops``.
+        Its placeholder op; see ``placeholder_ops``.
     """
-    _translate()
+    _register_translations()
     return PLACEHOLDER_OPS[overload]
 
 
 def nms() -> OpOverload:
-    """Non-maximum suppression of boxes given by two corners; see ``detection.nms``.
+    """Non-maximum suppression of boxes with two corners; see ``detection.nms``.
 
     Returns:
-        The operator, which programs have by itself too.
+        The operator, which models may also call themselves.
     """
-    _translate()
+    _register_translations()
     return torch.ops.coreml_delegate.nms.default
 
 
 @cache
-def _translate() -> None:
-    """Tell coremltools, once."""
+def _register_translations() -> None:
+    """Register the translations with coremltools, once."""
     coremltools()
     from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
     from coremltools.converters.mil.mil import Builder
@@ -159,14 +159,14 @@ def _translate() -> None:
 
     def coreml_delegate_shift_scale(context: Any, node: Any) -> None:
         data, scale, offset, blocks, low, high = (_value(context, name) for name in node.inputs)
-        extent = int(low), int(high)
-        context.add(_shift_scaled(builder, data, scale, offset, blocks, extent, node.name))
+        value_range = int(low), int(high)
+        context.add(_shift_scaled(builder, data, scale, offset, blocks, value_range, node.name))
 
     def coreml_delegate_look_up(context: Any, node: Any) -> None:
         indices, tables = (_value(context, name) for name in node.inputs)
         bits = next(bits for bits in _INDEX_BITS if 2**bits >= tables.shape[-2])
-        spare = 2**bits - tables.shape[-2]
-        padding = [(0, 0)] * (tables.ndim - 2) + [(0, spare), (0, 0)]
+        missing = 2**bits - tables.shape[-2]
+        padding = [(0, 0)] * (tables.ndim - 2) + [(0, missing), (0, 0)]
         tables = np.pad(tables.astype(np.float32), padding)
         indices = indices.astype(_numpy_type(f"uint{bits}"))
         context.add(builder.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
@@ -205,11 +205,11 @@ def _translate() -> None:
     ):
         name = f"{translation.__name__.removeprefix(f'{_NAMESPACE}_')}{overload}"
         register_torch_op(translation, torch_alias=[f"{_NAMESPACE}::{name}"], override=True)
-    _translate_others(builder)
+    _register_aten_translations(builder)
 
 
-def _translate_others(builder: Any) -> None:
-    """Tell coremltools how to translate constants, and ops of ATen that it does not know."""
+def _register_aten_translations(builder: Any) -> None:
+    """Register translations of ``integers`` and of ATen ops that coremltools lacks."""
     from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
 
     def integers(context: Any, node: Any) -> None:
@@ -243,12 +243,12 @@ def _translate_others(builder: Any) -> None:
 
 def _value(context: Any, name: Any) -> Any:
     """Return an argument's value: a MIL variable, or the numpy array of a constant."""
-    found = context[name] if isinstance(name, str) else name
-    return getattr(found, "val", found)
+    value = context[name] if isinstance(name, str) else name
+    return getattr(value, "val", value)
 
 
 def _layers(context: Any, node: Any) -> list[Any]:
-    """Return sequence, initial states and layers that a call of a recurrent op names."""
+    """Return sequence, initial states and layers of a call of a recurrent op."""
     x, states, parameters, has_biases, count, _, _, bidirectional, batch_first = node.inputs
     names = [states] if isinstance(states, str) else states
     arrays = [np.asarray(_value(context, name), np.float32) for name in parameters]
@@ -270,7 +270,7 @@ def _best_boxes(
     count: int,
     per_class: bool,
 ) -> Any:
-    """Make the indices of the boxes that stay, of corners [N, B, 4] and scores [N, B, K]."""
+    """Emit ``non_maximum_suppression`` for corners [N, B, 4] and scores [N, B, K]."""
     from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
 
     near, far = builder.split(x=boxes, num_splits=2, axis=-1)
@@ -295,7 +295,7 @@ def _shift_scaled(
     scale: _Array,
     offset: _Array | None,
     blocks: Sequence[int],
-    extent: tuple[int, int],
+    value_range: tuple[int, int],
     name: str,
 ) -> Any:
     from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
@@ -304,10 +304,12 @@ def _shift_scaled(
     scale = np.asarray(scale, np.float32).reshape(shape)
     offset = None if offset is None or not np.any(offset) else np.reshape(offset, shape)
     blockwise = is_current_opset_version_compatible_with(coremltools().target(int(Opset.iOS18)))
-    data, offset = _narrowed(data, offset, extent, _INTEGERS if blockwise else _INTEGERS[2:])
+    data, offset = _narrow(data, offset, value_range, _INTEGERS if blockwise else _INTEGERS[2:])
     if blockwise:
-        given = {} if offset is None else {"offset": offset}
-        return builder.constexpr_blockwise_shift_scale(data=data, scale=scale, name=name, **given)
+        offset_option = {} if offset is None else {"offset": offset}
+        return builder.constexpr_blockwise_shift_scale(
+            data=data, scale=scale, name=name, **offset_option
+        )
     if offset is not None and not np.issubdtype(offset.dtype, np.integer):
         raise ValueError("zero points that are no integers of the weights' type need iOS18")
     axis = next((axis for axis, count in enumerate(shape) if count > 1), 0)
@@ -321,28 +323,28 @@ def _shift_scaled(
     )
 
 
-def _narrowed(
-    data: _Array, offset: _Array | None, extent: tuple[int, int], labels: Sequence[str]
+def _narrow(
+    data: _Array, offset: _Array | None, value_range: tuple[int, int], labels: Sequence[str]
 ) -> tuple[_Array, _Array | None]:
-    """Data in the first of the types that holds it, and the offset in the same, or else floats."""
-    low, high = min(extent[0], int(data.min())), max(extent[1], int(data.max()))
+    """Return data in the first type that fits, and offset in the same type, or else in fp32."""
+    low, high = min(value_range[0], int(data.min())), max(value_range[1], int(data.max()))
     for label in labels:
         least, most = _limits(label)
         if least <= low and high <= most:
-            kind = _numpy_type(label)
+            dtype = _numpy_type(label)
             if offset is None:
-                return data.astype(kind), None
-            whole = np.array_equal(offset, np.round(offset))
-            fits = whole and least <= offset.min() and offset.max() <= most
-            return data.astype(kind), offset.astype(kind if fits else np.float32)
+                return data.astype(dtype), None
+            is_integer = np.array_equal(offset, np.round(offset))
+            fits = is_integer and least <= offset.min() and offset.max() <= most
+            return data.astype(dtype), offset.astype(dtype if fits else np.float32)
     raise ValueError(f"weights of {low} .. {high}, Core ML has integers of at most 8 bits")
 
 
 def _limits(label: str) -> tuple[int, int]:
-    """Smallest and largest value of an integer type."""
+    """Return the smallest and largest value of an integer type."""
     sign, _, bits = label.rpartition("int")
-    count = 2 ** int(bits)
-    return (0, count - 1) if sign else (-count // 2, count // 2 - 1)
+    count_of_values = 2 ** int(bits)
+    return (0, count_of_values - 1) if sign else (-count_of_values // 2, count_of_values // 2 - 1)
 
 
 def _numpy_type(label: str) -> Any:

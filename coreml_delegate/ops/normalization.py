@@ -34,23 +34,23 @@ from coreml_delegate.ops.record import OpRecord
 from coreml_delegate.ops.squares import scale_down
 
 
-def _folded(call: OpCall) -> bool:
-    """Spatial dimensions become one."""
+def _merges_spatial_dims(call: OpCall) -> bool:
+    """The rewrite merges spatial dimensions."""
     tensor = call.tensor("input")
     if tensor is None:
         return False
-    return tensor.dim() > _UNFOLDED_RANK and not _only_batch_varies(tensor)
+    return tensor.dim() > _MAX_UNMERGED_RANK and not _has_only_dynamic_batch(tensor)
 
 
-def _only_batch_varies(x: torch.Tensor) -> bool:
-    batch, *others = x.shape
-    return not isinstance(batch, int) and all(isinstance(size, int) for size in others)
+def _has_only_dynamic_batch(x: torch.Tensor) -> bool:
+    batch, *sizes = x.shape
+    return not isinstance(batch, int) and all(isinstance(size, int) for size in sizes)
 
 
 def _rms_norm(node: Node) -> None:
-    """Divide by the root mean square, scaled so that nothing overflows in fp16.
+    """``x / sqrt(mean(x**2) + eps) * weight``, scaled so that no square overflows fp16.
 
-    Coremltools scales as well, but not the epsilon: apple/coremltools#2821.
+    Coremltools scales too, but not the epsilon: apple/coremltools#2821.
     """
     arguments = arguments_of(node)
     x, weight, eps = (arguments[n] for n in ("input", "weight", "eps"))
@@ -67,7 +67,7 @@ def _rms_norm(node: Node) -> None:
 
 
 def _layer_norm(node: Node) -> None:
-    """Scale and shift apart, where MIL's op does not take them: computed, or a shift alone."""
+    """Scale and shift by separate ops if they are computed, or if there is only a shift."""
     arguments = arguments_of(node)
     weight, bias = arguments["weight"], arguments["bias"]
     if is_stored(weight) and is_stored(bias) and (bias is None or weight is not None):
@@ -90,18 +90,18 @@ def _scale_and_shift(node: Node, x: Node, weight: Node | None, bias: Node | None
 
 
 def _group_norm(node: Node) -> None:
-    """Three spatial dimensions as one: split into groups, an input has one dimension more.
+    """Merge three spatial dimensions: split into groups, the input would have rank 6.
 
-    With a dynamic batch, which coremltools does not split, a norm of the groups as layers.
+    With a dynamic batch, which coremltools cannot split, use a layer norm of the groups.
     """
     arguments = arguments_of(node)
     x = arguments["input"]
     result = only_result(node)
     groups: Any = arguments.get("num_groups", arguments.get("group"))
-    if _only_batch_varies(value_of(x)):
-        _group_norm_of_any_batch(result, x, groups, arguments)
+    if _has_only_dynamic_batch(value_of(x)):
+        _group_norm_as_layer_norm(result, x, groups, arguments)
         return
-    if value_of(x).dim() <= _UNFOLDED_RANK:
+    if value_of(x).dim() <= _MAX_UNMERGED_RANK:
         return
     shape = shape_of(x)
     flat = insert(result, ATEN.view_copy.default, x, [*shape[:2], math.prod(shape[2:])])
@@ -110,21 +110,23 @@ def _group_norm(node: Node) -> None:
     become(result, ATEN.view_copy.default, normal, shape)
 
 
-def _group_norm_of_any_batch(
+def _group_norm_as_layer_norm(
     node: Node, x: Node, groups: int, arguments: Mapping[str, Any]
 ) -> None:
-    others = list(value_of(x).shape[1:])
-    width = math.prod(others) // groups
-    split = insert(node, ATEN.view_copy.default, x, [-1, groups, width])
-    normal = insert(node, ATEN.layer_norm.default, split, [width], None, None, arguments["eps"])
-    joined = insert(node, ATEN.view_copy.default, normal, [-1, *others])
-    along = [-1, *(1 for _ in others[1:])]
-    affine = (_aligned(node, arguments[n], along) for n in ("weight", "bias"))
+    sizes = list(value_of(x).shape[1:])
+    group_size = math.prod(sizes) // groups
+    split = insert(node, ATEN.view_copy.default, x, [-1, groups, group_size])
+    normal = insert(
+        node, ATEN.layer_norm.default, split, [group_size], None, None, arguments["eps"]
+    )
+    joined = insert(node, ATEN.view_copy.default, normal, [-1, *sizes])
+    aligned_shape = [-1, *(1 for _ in sizes[1:])]
+    affine = (_reshape_parameter(node, arguments[n], aligned_shape) for n in ("weight", "bias"))
     _scale_and_shift(node, joined, *affine)
 
 
 def _instance_norm(node: Node) -> None:
-    """Batch normalization with the statistics of the batch itself: mean and variance computed."""
+    """``(x - mean) / sqrt(var + eps) * weight + bias``, with mean and variance of the batch."""
     arguments = arguments_of(node)
     x, weight, bias = (arguments[n] for n in ("input", "weight", "bias"))
     result = only_result(node)
@@ -133,25 +135,27 @@ def _instance_norm(node: Node) -> None:
     centred = insert(result, ATEN.sub.Tensor, x, mean)
     square = insert(result, ATEN.mul.Tensor, centred, centred)
     variance = insert(result, ATEN.mean.dim, square, dims, True)
-    spread = insert(result, ATEN.add.Scalar, variance, arguments["eps"])
-    normal = insert(result, ATEN.mul.Tensor, centred, insert(result, ATEN.rsqrt.default, spread))
-    along = [-1 if d == 1 else 1 for d in range(value_of(x).dim())]
-    affine = (_aligned(result, parameter, along) for parameter in (weight, bias))
+    shifted_variance = insert(result, ATEN.add.Scalar, variance, arguments["eps"])
+    normal = insert(
+        result, ATEN.mul.Tensor, centred, insert(result, ATEN.rsqrt.default, shifted_variance)
+    )
+    aligned_shape = [-1 if d == 1 else 1 for d in range(value_of(x).dim())]
+    affine = (_reshape_parameter(result, parameter, aligned_shape) for parameter in (weight, bias))
     _scale_and_shift(result, normal, *affine)
 
 
-def _aligned(node: Node, parameter: Node | None, shape: Sequence[int]) -> Node | None:
+def _reshape_parameter(node: Node, parameter: Node | None, shape: Sequence[int]) -> Node | None:
     if parameter is None:
         return None
     return insert(node, ATEN.view_copy.default, parameter, list(shape))
 
 
-def _normalized(call: OpCall) -> int:
+def _count_normalized_dims(call: OpCall) -> int:
     return len(call.arguments["normalized_shape"])
 
 
-_UNFOLDED_RANK = 4
-_LAYERS = leading("input", _normalized)
+_MAX_UNMERGED_RANK = 4
+_LAYERS = leading("input", _count_normalized_dims)
 _STATISTICS = tuple(IsConstant(n) for n in ("weight", "bias", "running_mean", "running_var"))
 
 # Two passes for the moments, then scale and shift.
@@ -180,10 +184,10 @@ RECORDS = (
     ),
     _op(
         "aten.group_norm.default",
-        constraints=(static_argument("input", when=_folded),),
+        constraints=(static_argument("input", when=_merges_spatial_dims),),
         rewrite=_group_norm,
     ),
-    # Its sizes are numbers.
+    # Its sizes are static arguments.
     _op(
         "aten.native_group_norm.default",
         constraints=(only_result_used(0),),

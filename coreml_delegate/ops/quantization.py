@@ -38,19 +38,19 @@ Condition = Callable[["OpCall"], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """An op that is quantized, with what may be fused behind it.
+    """A quantized op with the ops that may be fused behind it.
 
     Attributes:
         name: For annotations and reports; several ops may share it.
         weight: Schema name of the weight, or None.
         channel_axis: Axis of the weight's output channels.
         data: Schema names of the arguments that are activations.
-        tail: What may be fused behind it, in this order, each where it is the only user.
+        tail: Kinds of ops that may be fused behind it, in this order, each as the only user.
         output: How the range of the result is found.
-        keeps_sign: Inputs that are not negative give a result that is not.
-        follows: Quantized only where its input already is. What moves data always follows, and what
-            has a fixed range never does.
-        condition: A further condition on the call: why it does not hold, or None.
+        keeps_sign: Non-negative inputs give a non-negative result.
+        follows: Quantized only if its input is. Ops that move data always follow, ops with a fixed
+            range never do.
+        condition: A further condition on the call: returns why it does not hold, or None.
     """
 
     name: str
@@ -69,12 +69,12 @@ class Quantization:
     """How an op is quantized.
 
     Attributes:
-        patterns: Its patterns; the last takes the calls that those before it do not, which take a
-            constant matrix as weight. An op without patterns is left in float.
+        patterns: Its patterns; all but the last take a constant matrix as weight, the last takes
+            the remaining calls. An op without patterns stays in float.
         fixed_range: The range of the result where it follows from what the op computes.
-        tail: The kind of op that it is when fused behind another, or None.
-        lower_bound: A number that no result is below, or the schema name of the argument that is
-            that number; None if there is none.
+        tail: Its kind when it is fused behind another op, or None.
+        lower_bound: A lower bound of the result, or the schema name of the argument that is the
+            bound; None if unbounded.
     """
 
     patterns: tuple[Pattern, ...] = ()
@@ -85,7 +85,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class CompositeOp:
-    """An op that the quantizer meets, and no partitioner.
+    """An op that only the quantizer sees, not the partitioner.
 
     Attributes:
         target: ``namespace.name.overload``.
@@ -100,7 +100,7 @@ IN_FLOAT = Quantization()
 """An op that is not quantized."""
 
 MOVE = Quantization(patterns=(Pattern("move", output=Output.OF_INPUT),))
-"""An op whose result has only values of its input."""
+"""An op that only moves values of its input."""
 
 AVERAGE_POOL = Quantization(patterns=(Pattern("average_pool", keeps_sign=True),))
 
@@ -108,6 +108,6 @@ AVERAGE_POOL = Quantization(patterns=(Pattern("average_pool", keeps_sign=True),)
 def activation(
     *, fixed_range: tuple[float, float] | None = None, lower_bound: float | str | None = None
 ) -> Quantization:
-    """An activation: fused behind other ops; elsewhere quantized for the sake of its neighbours."""
+    """An activation: fused behind other ops; otherwise quantized only if its input is."""
     patterns = (Pattern("activation", follows=True),)
     return Quantization(patterns, fixed_range, Tail.ACTIVATION, lower_bound)

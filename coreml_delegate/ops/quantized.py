@@ -1,8 +1,8 @@
 """Quantized values between ``quantize`` and ``dequantize``, as PT2E quantization leaves them.
 
-Core ML fuses an op with what is around it: weights that are dequantized are stored as they are, and
-an op between dequantized inputs and a quantized result may compute in integers. These integers
-exist inside a delegate alone, since none of 8 bits crosses its boundary.
+Core ML fuses an op with the ``quantize`` and ``dequantize`` calls around it: dequantized weights
+are stored as integers, and an op between dequantized inputs and a quantized result may compute in
+integers. These integers exist only inside a delegate: no 8-bit tensor crosses its boundary.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ INT8 = frozenset({torch.int8, torch.uint8})
 _DEQUANTIZE_CHANNELS, _DEQUANTIZE = sorted(DEQUANTIZE)
 
 
-def _whole_range(call: OpCall) -> Reason | None:
-    """Core ML clips to the range of the type, and to no other."""
+def _clips_to_dtype_range(call: OpCall) -> Reason | None:
+    """Quantization clips to the full range of the dtype, as Core ML does."""
     dtype = call.arguments["dtype"]
     if dtype not in INT8:
-        return None  # which the results tell
+        return None  # the check of the result's dtype refuses it
     limits = torch.iinfo(dtype)
     low, high = call.arguments["quant_min"], call.arguments["quant_max"]
     if (low, high) == (limits.min, limits.max):
@@ -46,7 +46,7 @@ def _whole_range(call: OpCall) -> Reason | None:
     return Reason(ReasonCode.ARGUMENT, text)
 
 
-_QUANTIZES: tuple[Constraint, ...] = (_whole_range, rank_between("input", 1, MAX_RANK))
+_QUANTIZES: tuple[Constraint, ...] = (_clips_to_dtype_range, rank_between("input", 1, MAX_RANK))
 
 
 def _used_inside(call: OpCall) -> Reason | None:
@@ -60,7 +60,7 @@ def _used_inside(call: OpCall) -> Reason | None:
     return None
 
 
-def _made_inside(call: OpCall) -> Reason | None:
+def _is_quantized_inside(call: OpCall) -> Reason | None:
     """The integers are constants, or quantized by a call that Core ML takes."""
     source = call.arguments["input"]
     if not isinstance(source, Node) or is_derived(source, call.constants):
@@ -68,9 +68,9 @@ def _made_inside(call: OpCall) -> Reason | None:
     if source.op != "call_function" or target_name(source.target) != QUANTIZE:
         text = f"{source.name!r} is neither a constant nor quantized in the program"
         return Reason(ReasonCode.ARGUMENT, text)
-    made = OpCall.of(source, call.constants)
-    for holds in (*_QUANTIZES, _used_inside):
-        reason = holds(made)
+    call_of_quantize = OpCall.of(source, call.constants)
+    for check in (*_QUANTIZES, _used_inside):
+        reason = check(call_of_quantize)
         if reason is not None:
             return Reason(reason.code, f"{source.name!r} is not quantized by Core ML: {reason}")
     return None
@@ -95,14 +95,14 @@ RECORDS = (
         _DEQUANTIZE,
         dtypes={"": INT8},
         results=FLOAT,
-        constraints=(_made_inside,),
+        constraints=(_is_quantized_inside,),
     ),
     _op(
         _DEQUANTIZE_CHANNELS,
         dtypes={"": INT8, "scales": FLOAT, "zero_points": INTEGER | INT8},
         results=FLOAT,
         constraints=(
-            _made_inside,
+            _is_quantized_inside,
             IsConstant("scales"),
             _has_zero_points,
             IsConstant("zero_points"),

@@ -1,4 +1,4 @@
-"""The record of one ATen op: all that this package knows of it, and the verdict on one call.
+"""The record of one ATen op: support, rewrite, FLOPs, quantization; the verdict on one call.
 
 The partitioner's verdicts, the rewrites before conversion, the estimated FLOPs, the protection of
 masks in fp16, the quantizer's patterns and the documentation's table derive from it.
@@ -34,10 +34,10 @@ from coreml_delegate.targets import Opset
 
 
 class Constraint(Protocol):
-    """A condition on a call: None if it holds, else why not."""
+    """A condition on a call: returns None if it holds, else the reason why not."""
 
     def __call__(self, call: OpCall, /) -> Reason | None:
-        """Judge one call."""
+        """Return the reason to refuse a call, or None."""
         ...
 
 
@@ -49,8 +49,8 @@ class ScoreRole(enum.Flag):
     """How an op takes part in the scores of a softmax: see ``conversion.fp16``."""
 
     NONE = 0
-    MULTIPLIES = enum.auto()  # it is a product of matrices, as scores begin
-    CARRIES = enum.auto()  # values of its arguments may be among those of its result
+    MULTIPLIES = enum.auto()  # it is a product of matrices, which computes the scores
+    PROPAGATES = enum.auto()  # its result may have values of its arguments
     ADDS = enum.auto()  # a mask may be one of its terms
     SCALES = enum.auto()  # a mask or a scale may be one of its factors
     DIVIDES = enum.auto()  # a scale may be its divisor
@@ -69,16 +69,16 @@ class OpRecord:
         constraints: Further conditions, tried in order.
         symbolic: Arguments, by name, that may be computed from shapes.
         max_rank: Highest rank of an argument or result.
-        merge: Says how a call on tensors of higher rank is made on tensors of ``MAX_RANK`` or less,
-            see ``ops.merging``; None if it cannot be.
+        merge: Returns calls on tensors of at most ``MAX_RANK`` that compute a call on tensors of
+            higher rank, see ``ops.merging``; None if there is no such merge.
         since: First opset that can express it.
-        demand: The opset that a call needs beyond ``since``, and for what; None if it needs none.
+        demand: Returns a newer opset that a call needs, and the feature that needs it; or None.
         preserve: Keep the op from ExecuTorch's decompositions, because Core ML has it as one.
-        alone: Whether a program may consist of one such call; its values may be such as cross no
-            boundary.
-        rewrite: Turns a call into others that coremltools translates rightly; None if it does so
-            with the call itself.
-        moves_data: The result has the elements of the first argument, as they are: coremltools may
+        alone: Whether a program may consist of one such call; False if its values cannot cross the
+            boundary of a partition.
+        rewrite: Turns a call into calls that coremltools translates rightly; None if it translates
+            the call itself rightly.
+        moves_data: The result has the unchanged elements of the first argument: coremltools may
             translate a call that keeps the shape to its argument.
         score_role: How the op takes part in masking.
         flops: Estimates the operations of a call.
@@ -155,7 +155,7 @@ class OpRecord:
 
 
 def numbers_fit(call: OpCall) -> Reason | None:
-    """Integers to compute with fit int32; positions, as the end of a slice, need not."""
+    """Integers that an op computes with fit int32; positions, as the end of a slice, need not."""
     schema = getattr(overload_of(call.node.target), "_schema", None)
     for argument in () if schema is None else schema.arguments:
         value = call.arguments.get(argument.name)

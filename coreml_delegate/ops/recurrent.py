@@ -15,14 +15,14 @@ from coreml_delegate.ops.record import OpRecord
 _MATRIX = 2
 
 
-def _draws_nothing(call: OpCall) -> bool:
-    """Dropout stands between layers, at training."""
+def _has_no_dropout(call: OpCall) -> bool:
+    """Dropout between layers is off; it is active only in training."""
     arguments = call.arguments
     return not (arguments["train"] and arguments["dropout"] and arguments["num_layers"] > 1)
 
 
 def _flops(call: OpCall) -> int:
-    """Two per weight of a matrix, step and sequence; the gates are next to nothing."""
+    """Two per matrix weight, step and sequence; the gates are negligible."""
     inputs = call.tensor("input")
     if inputs is None:
         return 0
@@ -31,8 +31,8 @@ def _flops(call: OpCall) -> int:
     return 2 * rows * sum(map(elements, matrices))
 
 
-def _hold(node: Node) -> None:
-    """Let the op that coremltools is told to translate stand for that of ATen."""
+def _use_placeholder(node: Node) -> None:
+    """Replace the ATen op with its placeholder op, whose translation is registered."""
     node.target = mil_ops.placeholder_op(overload_of(node.target))
 
 
@@ -41,9 +41,9 @@ _op = partial(
     constraints=(
         # The gates of PyTorch are in another order.
         IsConstant("params", may_be_dequantized=False),
-        holds(_draws_nothing, ReasonCode.ARGUMENT, "dropout at training draws random numbers"),
+        holds(_has_no_dropout, ReasonCode.ARGUMENT, "dropout at training draws random numbers"),
     ),
-    rewrite=_hold,
+    rewrite=_use_placeholder,
     flops=_flops,
 )
 

@@ -33,16 +33,16 @@ from coreml_delegate.ops.record import OpRecord, Rewrite
 
 
 def _sum(node: Node) -> None:
-    """Cast before the sum, as PyTorch does, and after it, as coremltools does not."""
+    """Cast to the result's dtype before the sum, as PyTorch does, and after it."""
     source, dtype = arguments_of(node)["self"], value_of(node).dtype
-    given = value_of(source).dtype
-    if given is torch.bool or given.is_floating_point != dtype.is_floating_point:
+    source_dtype = value_of(source).dtype
+    if source_dtype is torch.bool or source_dtype.is_floating_point != dtype.is_floating_point:
         set_arguments(node, self=cast(node, source, dtype))
     cast_after(node)
 
 
 def _cumsum(node: Node) -> None:
-    """Counts the dimension from the first; coremltools takes -1 alone of those from the last."""
+    """Make ``dim`` non-negative: coremltools takes no negative dimension but -1."""
     dim = arguments_of(node)["dim"]
     if dim < -1:
         set_arguments(node, dim=dim % value_of(node).dim())
@@ -61,24 +61,24 @@ def _product(node: Node) -> None:
 
 
 def _cumprod(node: Node) -> None:
-    """Multiply with the products of 1, 2, 4 and so on elements before, as many times as need be."""
+    """``x *= shift(x, k)`` for k = 1, 2, 4 .. (Hillis-Steele scan), padded with ones."""
     arguments, dtype = arguments_of(node), value_of(node).dtype
     result = cast(node, arguments["self"], dtype)
     rank = value_of(node).dim()
     dim = arguments["dim"] % max(rank, 1)
     length = shape_of(node)[dim] if rank else 1
-    distance = 1
-    while distance < length:
-        before = insert(node, ATEN.slice_copy.Tensor, result, dim, 0, length - distance)
-        padding = [0, 0] * (rank - 1 - dim) + [distance, 0]
-        before = insert(node, ATEN.constant_pad_nd.default, before, padding, number(1, dtype))
-        result = insert(node, ATEN.mul.Tensor, result, before)
-        distance *= 2
+    shift = 1
+    while shift < length:
+        shifted = insert(node, ATEN.slice_copy.Tensor, result, dim, 0, length - shift)
+        padding = [0, 0] * (rank - 1 - dim) + [shift, 0]
+        shifted = insert(node, ATEN.constant_pad_nd.default, shifted, padding, number(1, dtype))
+        result = insert(node, ATEN.mul.Tensor, result, shifted)
+        shift *= 2
     become(node, ATEN.clone.default, result)
 
 
-def _known_length(call: OpCall) -> bool:
-    """The size of the dimension is known when the model is converted."""
+def _has_static_length(call: OpCall) -> bool:
+    """The size of the dimension is static."""
     (result,) = call.outputs()
     return not result.dim() or isinstance(result.shape[call.arguments["dim"]], int)
 
@@ -88,9 +88,9 @@ def _any(node: Node) -> None:
 
 
 def _flat_extremum(node: Node) -> None:
-    """The position in the flattened tensor: without a dimension MIL has none.
+    """Flatten the tensor if ``dim`` is None: MIL's op needs an axis.
 
-    Source: pytorch/executorch#11715, the same rewrite that its remedy asks of models.
+    Source: pytorch/executorch#11715, which recommends this rewrite of the model.
     """
     arguments = arguments_of(node)
     if arguments["dim"] is not None:
@@ -104,7 +104,7 @@ def _flat_extremum(node: Node) -> None:
 
 
 def _variance(node: Node) -> None:
-    """Bessel's correction and none are MIL's; others scale the uncorrected variance."""
+    """Scale the uncorrected variance for a correction other than 0 and 1, which MIL has."""
     arguments = arguments_of(node)
     x, dims, keep = (arguments[n] for n in ("self", "dim", "keepdim"))
     correction = 1 if arguments["correction"] is None else arguments["correction"]
@@ -117,8 +117,8 @@ def _variance(node: Node) -> None:
     become(node, ATEN.mul.Scalar, variance, count / (count - correction))
 
 
-def _results(*rewrites: Callable[[Node, dict[str, Any]], None]) -> Rewrite:
-    """Turn each result of a call into a call of its own."""
+def _rewrite_results(*rewrites: Callable[[Node, dict[str, Any]], None]) -> Rewrite:
+    """Return a rewrite of each used result of a call to a call of its own."""
 
     def rewrite(node: Node) -> None:
         arguments = arguments_of(node)
@@ -129,14 +129,14 @@ def _results(*rewrites: Callable[[Node, dict[str, Any]], None]) -> Rewrite:
     return rewrite
 
 
-def _extremum(value: Any, place: Any) -> Rewrite:
-    """Extrema of integers and their places, each by its own op; coremltools has both of floats."""
+def _extremum(extremum: Any, position: Any) -> Rewrite:
+    """Return a rewrite of extrema of integers and their positions to two ops; floats need none."""
 
-    def reduced(reduction: Any, part: Node, arguments: dict[str, Any]) -> None:
+    def rewrite_part(reduction: Any, part: Node, arguments: dict[str, Any]) -> None:
         x, dim, keep = (arguments[n] for n in ("self", "dim", "keepdim"))
-        become(part, reduction.default, x, [dim] if reduction is value else dim, keep)
+        become(part, reduction.default, x, [dim] if reduction is extremum else dim, keep)
 
-    split = _results(partial(reduced, value), partial(reduced, place))
+    split = _rewrite_results(partial(rewrite_part, extremum), partial(rewrite_part, position))
 
     def rewrite(node: Node) -> None:
         if not value_of(arguments_of(node)["self"]).dtype.is_floating_point:
@@ -158,7 +158,7 @@ def _mean_part(part: Node, arguments: dict[str, Any]) -> None:
 
 
 def _logsumexp(node: Node) -> None:
-    """Exponentials of the distance from the largest; those of the Neural Engine overflow in fp16.
+    """``max + log(sum(exp(x - max)))``: the Neural Engine's op overflows in fp16.
 
     Source: apple/coremltools#2690.
     """
@@ -167,24 +167,24 @@ def _logsumexp(node: Node) -> None:
     if not value_of(x).dim():
         return
     dims = list(arguments["dim"]) or list(range(value_of(x).dim()))
-    largest = insert(node, ATEN.amax.default, x, dims, True)
-    size = insert(node, ATEN.abs.default, largest)
-    is_infinite = insert(node, ATEN.eq.Scalar, size, math.inf)
-    largest = insert(node, ATEN.masked_fill.Scalar, largest, is_infinite, 0.0)
-    powers = insert(node, ATEN.exp.default, insert(node, ATEN.sub.Tensor, x, largest))
+    maximum = insert(node, ATEN.amax.default, x, dims, True)
+    magnitude = insert(node, ATEN.abs.default, maximum)
+    is_infinite = insert(node, ATEN.eq.Scalar, magnitude, math.inf)
+    maximum = insert(node, ATEN.masked_fill.Scalar, maximum, is_infinite, 0.0)
+    powers = insert(node, ATEN.exp.default, insert(node, ATEN.sub.Tensor, x, maximum))
     total = insert(node, ATEN.sum.dim_IntList, powers, dims, arguments["keepdim"])
     if not arguments["keepdim"]:
-        largest = insert(node, ATEN.squeeze_copy.dims, largest, dims)
-    become(node, ATEN.add.Tensor, insert(node, ATEN.log.default, total), largest)
+        maximum = insert(node, ATEN.squeeze_copy.dims, maximum, dims)
+    become(node, ATEN.add.Tensor, insert(node, ATEN.log.default, total), maximum)
 
 
-def _nothing_kept(_: OpCall) -> int:
+def _no_trailing_dims(_: OpCall) -> int:
     return 0
 
 
 _op = partial(OpRecord, flops=per_input(1), merge=over("dim"))
 _along = partial(_op, merge=along("dim"))
-_of_all = partial(_op, merge=leading("self", _nothing_kept))
+_of_all = partial(_op, merge=leading("self", _no_trailing_dims))
 # Squares or exponentials, their sum, and a function of it.
 _of_powers = partial(_op, flops=per_input(3))
 
@@ -198,7 +198,11 @@ RECORDS = (
         "aten.cumprod.default",
         dtypes={"": ANY},
         constraints=(
-            holds(_known_length, ReasonCode.SYMBOLIC, "the number of factors is known at run time"),
+            holds(
+                _has_static_length,
+                ReasonCode.SYMBOLIC,
+                "the number of factors is known at run time",
+            ),
         ),
         rewrite=_cumprod,
     ),
@@ -212,7 +216,7 @@ RECORDS = (
     _of_powers("aten.logsumexp.default", rewrite=_logsumexp),
     _of_powers("aten.linalg_vector_norm.default", rewrite=cast_after),
     _of_powers("aten.var.correction", rewrite=_variance),
-    _of_powers("aten.var_mean.correction", rewrite=_results(_variance_part, _mean_part)),
+    _of_powers("aten.var_mean.correction", rewrite=_rewrite_results(_variance_part, _mean_part)),
     _of_all("aten.any.default", dtypes={"": ANY}, rewrite=_any),
     _along("aten.any.dim", dtypes={"": ANY}, rewrite=_any),
     _op("aten.any.dims", dtypes={"": ANY}, rewrite=_any),

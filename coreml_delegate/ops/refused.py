@@ -1,8 +1,8 @@
-"""Ops that coremltools translates, or says it does, and that are not delegated all the same.
+"""Ops that are not delegated although coremltools translates them, or claims to.
 
-With the records, this accounts for every op that coremltools has and that can reach a partitioner.
-The rest is decomposed before, or is arithmetic on Python numbers. The custom ops of ExecuTorch's
-own packages are here too, as far as Core ML does not take them.
+With the records, this covers every op of coremltools that can reach a partitioner. Other ops are
+decomposed before, or are arithmetic on Python numbers. Custom ops of ExecuTorch's own packages that
+Core ML does not take are listed too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GRADIENTS = Refusal("it computes gradients")
 _GENERATOR = Refusal("random numbers come from a generator of the program, not from Core ML")
 _PERMUTATION = Refusal("a sort of random numbers of fp16, many of them equal, favors some orders")
 _UNEVEN = Refusal("coremltools rounds toward zero, so not all integers are equally likely")
-_CATEGORICAL = Refusal("coremltools takes what is not normalized for probabilities")
+_CATEGORICAL = Refusal("coremltools takes unnormalized weights for probabilities")
 _COMPLEX = Refusal("Core ML has no complex numbers")
 _UNSTABLE = Refusal("Core ML's sort does not keep the order of equal elements")
 _BITS = Refusal("Core ML does not reinterpret the bits of a tensor")

@@ -15,7 +15,7 @@ from coreml_delegate.ops.record import OpRecord, ScoreRole
 
 
 def _whole_sizes(call: OpCall) -> bool:
-    """The factors give whole output sizes; others coremltools does not convert."""
+    """The factors give integer output sizes: coremltools converts no others."""
     tensor, factors = call.tensor("input"), call.arguments["scale_factors"]
     if tensor is None or factors is None or call.arguments.get("align_corners"):
         return True
@@ -26,7 +26,7 @@ def _whole_sizes(call: OpCall) -> bool:
 
 
 def _grid_sampler(node: Node) -> None:
-    """The op that it is decomposed from, which coremltools translates."""
+    """Recompose ``grid_sampler``, which coremltools translates."""
     arguments = arguments_of(node)
     modes = (arguments[n] for n in ("interpolation_mode", "padding_mode", "align_corners"))
     become(node, ATEN.grid_sampler.default, arguments["input"], arguments["grid"], *modes)
@@ -40,8 +40,10 @@ _INTERPOLATION = holds(
 )
 # Four neighbours with a weight each.
 _BILINEAR_FLOPS = per_result(8)
-_op = partial(OpRecord, score_role=ScoreRole.CARRIES)
-_WHOLE_SIZES = holds(_whole_sizes, ReasonCode.ARGUMENT, "scale_factors give a broken output size")
+_op = partial(OpRecord, score_role=ScoreRole.PROPAGATES)
+_WHOLE_SIZES = holds(
+    _whole_sizes, ReasonCode.ARGUMENT, "scale_factors give a fractional output size"
+)
 
 RECORDS = (
     _op("aten.upsample_nearest2d.vec", moves_data=True, flops=nothing, quantization=MOVE),

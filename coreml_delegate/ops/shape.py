@@ -45,24 +45,24 @@ from coreml_delegate.ops.record import OpRecord, ScoreRole
 from coreml_delegate.targets import Opset
 
 
-def _dynamic_where_broadcast(call: OpCall) -> Reason | None:
-    """A tensor of high rank is not broadcast to a size that is computed."""
+def _broadcasts_to_dynamic_size(call: OpCall) -> Reason | None:
+    """A tensor of more than five dimensions is not broadcast to a dynamic size."""
     if max(t.dim() for t in call.outputs()) <= MAX_RANK:
         return None
     return static_result(call)
 
 
-def _padded_dims(call: OpCall) -> Reason | None:
+def _has_supported_padding(call: OpCall) -> Reason | None:
     """Reflection and replication pad one or two dimensions, of a tensor with at most two more."""
     mode, pads = call.arguments.get("mode", "constant"), call.arguments["pad"]
     if mode not in ("constant", "reflect", "replicate"):
-        return Reason(ReasonCode.ARGUMENT, f"mode={mode!r}, Core ML has none such")
+        return Reason(ReasonCode.ARGUMENT, f"mode={mode!r}, Core ML has no such mode")
     if mode == "constant" or len(pads) <= _PADS_OF_TWO_DIMS:
         return None
     return Reason(ReasonCode.ARGUMENT, f"mode={mode!r} with {len(pads) // 2} padded dimensions")
 
 
-def _padded(call: OpCall) -> int:
+def _count_padded_dims(call: OpCall) -> int:
     return len(call.arguments["pad"]) // 2
 
 
@@ -70,15 +70,15 @@ def _crops(call: OpCall) -> bool:
     return any(pad < 0 for pad in call.arguments["pad"])
 
 
-def _crops_constant(call: OpCall) -> bool:
+def _crops_only_constant(call: OpCall) -> bool:
     return call.arguments["mode"] == "constant" or not _crops(call)
 
 
-def _rolled_sizes(call: OpCall) -> Reason | None:
-    """The sizes of rolled dimensions are known.
+def _rolls_static_dims(call: OpCall) -> Reason | None:
+    """The sizes of rolled dimensions are static.
 
-    Of others coremltools computes a remainder, which below zero is the device's own, and a range
-    that the device fails to make: apple/coremltools#2778, apple/coremltools#2838.
+    For dynamic sizes coremltools computes a remainder, whose sign depends on the device, and a
+    range that the device fails to make: apple/coremltools#2778, apple/coremltools#2838.
     """
     (_, tensor), dims = next(call.tensors()), call.arguments["dims"]
     sizes = [tensor.shape[d] for d in dims] if dims else list(tensor.shape)
@@ -87,7 +87,7 @@ def _rolled_sizes(call: OpCall) -> Reason | None:
     return Reason(ReasonCode.SYMBOLIC, f"rolls a dynamic dimension of {tuple(tensor.shape)}")
 
 
-def _by_way_of_fp32(call: OpCall) -> Reason | None:
+def _casts_through_fp32(call: OpCall) -> Reason | None:
     """The device runtime casts fp16 and fp64 at the boundary, to and from fp32."""
     (source,) = (tensor.dtype for _, tensor in call.tensors())
     for result in call.outputs():
@@ -104,13 +104,13 @@ def _by_way_of_fp32(call: OpCall) -> Reason | None:
 
 
 def _clone(node: Node) -> None:
-    # Inside a partition the layout says nothing.
+    # The memory format has no meaning inside a partition.
     become(node, ATEN.clone.default, node.args[0])
 
 
 def _to_copy(node: Node) -> None:
-    kept = {k: v for k, v in node.kwargs.items() if k == "dtype"}
-    become(node, ATEN._to_copy.default, node.args[0], **kept)
+    dtype = {k: v for k, v in node.kwargs.items() if k == "dtype"}
+    become(node, ATEN._to_copy.default, node.args[0], **dtype)
 
 
 def _view(node: Node) -> None:
@@ -121,7 +121,7 @@ def _view(node: Node) -> None:
 
 
 def _join(node: Node) -> None:
-    """Tensors of several dtypes have that of the result when they are joined."""
+    """Cast the joined tensors to the dtype of the result."""
     arguments, dtype = arguments_of(node), value_of(node).dtype
     tensors = [cast(node, tensor, dtype) for tensor in arguments["tensors"]]
     become(node, node.target, tensors, arguments["dim"])
@@ -136,19 +136,19 @@ def _diagonal(node: Node) -> None:
     x, offset = arguments["self"], arguments["offset"]
     rank = value_of(x).dim()
     rows, columns = (arguments[n] % rank for n in ("dim1", "dim2"))
-    others = [d for d in range(rank) if d not in (rows, columns)]
+    batch_dims = [d for d in range(rank) if d not in (rows, columns)]
     sizes = shape_of(x)
-    matrix = insert(node, ATEN.permute_copy.default, x, [*others, rows, columns])
-    flat_shape = [*(sizes[d] for d in others), sizes[rows] * sizes[columns]]
+    matrix = insert(node, ATEN.permute_copy.default, x, [*batch_dims, rows, columns])
+    flat_shape = [*(sizes[d] for d in batch_dims), sizes[rows] * sizes[columns]]
     flat = insert(node, ATEN.view_copy.default, matrix, flat_shape)
     step = sizes[columns] + 1
     start = offset if offset >= 0 else -offset * sizes[columns]
     end = start + (shape_of(node)[-1] - 1) * step + 1
-    become(node, ATEN.slice_copy.Tensor, flat, len(others), start, end, step)
+    become(node, ATEN.slice_copy.Tensor, flat, len(batch_dims), start, end, step)
 
 
-def _crop(node: Node) -> None:
-    """Negative padding as a slice: MIL's does not crop."""
+def _pad_and_crop(node: Node) -> None:
+    """Negative padding as a slice: MIL's ``pad`` does not crop."""
     arguments = arguments_of(node)
     x, pads = arguments["self"], list(arguments["pad"])
     rank = value_of(x).dim()
@@ -159,17 +159,17 @@ def _crop(node: Node) -> None:
             x = insert(node, ATEN.slice_copy.Tensor, x, dim, max(0, -start), stop, 1)
     value = arguments.get("value")
     fill = number(0 if value is None else value, value_of(node).dtype)
-    widening = [max(0, pad) for pad in pads]
-    if not any(widening):
+    positive_pads = [max(0, pad) for pad in pads]
+    if not any(positive_pads):
         become(node, ATEN.clone.default, x)
     elif value_of(node).dtype.is_floating_point:
-        become(node, ATEN.constant_pad_nd.default, x, widening, fill)
+        become(node, ATEN.constant_pad_nd.default, x, positive_pads, fill)
     else:
-        _join_filled(node, x, widening, fill)
+        _pad_by_concatenation(node, x, positive_pads, fill)
 
 
-def _join_filled(node: Node, x: Node, pads: list[int], fill: Any) -> None:
-    """Integers and truths padded by concatenation: MIL pads floats alone."""
+def _pad_by_concatenation(node: Node, x: Node, pads: list[int], fill: Any) -> None:
+    """Pad integers and booleans by concatenation: MIL pads only floats."""
     number_of = bool if value_of(node).dtype is torch.bool else int
     for n in range(len(pads) // 2):
         dim, widths = value_of(x).dim() - 1 - n, pads[2 * n : 2 * n + 2]
@@ -189,13 +189,13 @@ def _repeated(node: Node, row: Node, dim: int, width: int) -> list[Node]:
 
 def _pad(node: Node) -> None:
     if arguments_of(node)["mode"] == "constant":
-        _crop(node)
+        _pad_and_crop(node)
 
 
 def _slice(node: Node) -> None:
-    """Between bounds that are computed, a slice whose size is known says so.
+    """Add a view that fixes the static shape of a slice between computed bounds.
 
-    It also fails at run time where the bounds lead out of the tensor, and Core ML's would be short.
+    The view fails at run time if the bounds are outside the tensor: Core ML's slice would be short.
     """
     sizes = shape_of(node)
     if not any(isinstance(a, Node) for a in (*node.args[1:], *node.kwargs.values())):
@@ -220,25 +220,25 @@ def _roll_flat(node: Node) -> None:
 
 
 def _expand(node: Node) -> None:
-    """Repetitions by numbers, where the dimensions that grow have known sizes.
+    """Rewrite to ``repeat`` by numbers if the expanded dimensions have static sizes.
 
-    Coremltools computes them from shapes, and the result has sizes that depend on values: GPU and
-    neural engine do not load such programs, or end the process: apple/coremltools#2825.
+    Coremltools computes the repetitions from shapes, so that sizes of the result depend on values:
+    GPU and neural engine do not load such programs, or end the process: apple/coremltools#2825.
     """
     x, sizes = arguments_of(node)["self"], shape_of(node)
-    given = shape_of(x)
+    old_sizes = shape_of(x)
     if all(isinstance(size, int) for size in sizes):
         return
-    before = [1] * (len(sizes) - len(given)) + given
+    aligned = [1] * (len(sizes) - len(old_sizes)) + old_sizes
     # Symbols are compared as text: as numbers, they would become equal.
-    grown = [str(size) != str(old) for size, old in zip(sizes, before, strict=True)]
+    grown = [str(size) != str(old) for size, old in zip(sizes, aligned, strict=True)]
     if all(isinstance(size, int) for size, grows in zip(sizes, grown, strict=True) if grows):
         repeats = [size if grows else 1 for size, grows in zip(sizes, grown, strict=True)]
         become(node, ATEN.repeat.default, x, repeats)
 
 
 def _pads_with_zero(call: OpCall) -> str | None:
-    """Zero is on every grid of quantized values; other constants are not."""
+    """Why a padding constant is not quantized, or None: only zero is on every quantization grid."""
     constant = call.arguments.get("mode", "constant") == "constant"
     value = call.arguments.get("value")
     if constant and value not in (None, 0, 0.0):
@@ -247,17 +247,17 @@ def _pads_with_zero(call: OpCall) -> str | None:
 
 
 _END = (1 << 63) - 1
-_CARRIED = ANY | NARROW
+_MOVABLE_DTYPES = ANY | NARROW
 _PADS_OF_TWO_DIMS = 4
 _CROPS_CONSTANT = holds(
-    _crops_constant, ReasonCode.ARGUMENT, "negative padding crops what is reflected"
+    _crops_only_constant, ReasonCode.ARGUMENT, "negative padding with a mode other than 'constant'"
 )
 _PAD = Quantization((Pattern("pad", output=Output.OF_INPUT, condition=_pads_with_zero),))
 _JOIN = Quantization((Pattern("cat", tail=(Tail.ACTIVATION,), keeps_sign=True),))
 
-_op = partial(OpRecord, moves_data=True, score_role=ScoreRole.CARRIES, flops=nothing)
-# Any dtype; decomposed or not, coremltools has it as one.
-_moves = partial(_op, dtypes={"": _CARRIED}, results=_CARRIED, preserve=False)
+_op = partial(OpRecord, moves_data=True, score_role=ScoreRole.PROPAGATES, flops=nothing)
+# Any dtype; coremltools translates the op to one MIL op, decomposed or not.
+_moves = partial(_op, dtypes={"": _MOVABLE_DTYPES}, results=_MOVABLE_DTYPES, preserve=False)
 _views = partial(_moves, merge=view)
 _permutes = partial(_moves, merge=permutation)
 
@@ -276,7 +276,7 @@ RECORDS = (
     _permutes("aten.transpose.int", quantization=MOVE),
     _moves(
         "aten.expand.default",
-        constraints=(_dynamic_where_broadcast,),
+        constraints=(_broadcasts_to_dynamic_size,),
         symbolic=frozenset({"size"}),
         merge=expansion,
         rewrite=_expand,
@@ -298,23 +298,23 @@ RECORDS = (
     ),
     _op(
         "aten.cat.default",
-        dtypes={"": _CARRIED},
-        results=_CARRIED,
+        dtypes={"": _MOVABLE_DTYPES},
+        results=_MOVABLE_DTYPES,
         merge=along("dim", tensors="tensors"),
         rewrite=_join,
         quantization=_JOIN,
     ),
     _op(
         "aten.stack.default",
-        dtypes={"": _CARRIED},
-        results=_CARRIED,
+        dtypes={"": _MOVABLE_DTYPES},
+        results=_MOVABLE_DTYPES,
         merge=stacking,
         rewrite=_join,
         quantization=_JOIN,
     ),
     _op(
         "aten.roll.default",
-        constraints=(_rolled_sizes,),
+        constraints=(_rolls_static_dims,),
         merge=along("dims"),
         rewrite=_roll_flat,
         quantization=MOVE,
@@ -322,7 +322,7 @@ RECORDS = (
     _op(
         "aten.pad.default",
         dtypes={"": ANY},
-        constraints=(_padded_dims, _CROPS_CONSTANT, static_argument("self", when=_crops)),
+        constraints=(_has_supported_padding, _CROPS_CONSTANT, static_argument("self", when=_crops)),
         rewrite=_pad,
         quantization=_PAD,
     ),
@@ -330,8 +330,8 @@ RECORDS = (
         "aten.constant_pad_nd.default",
         dtypes={"": ANY},
         constraints=(static_argument("self", when=_crops),),
-        merge=leading("self", _padded),
-        rewrite=_crop,
+        merge=leading("self", _count_padded_dims),
+        rewrite=_pad_and_crop,
         quantization=_PAD,
     ),
     _op("aten.diagonal.default", constraints=(static_argument("self"),), rewrite=_diagonal),
@@ -340,9 +340,9 @@ RECORDS = (
     *(
         _op(
             target,
-            dtypes={"": _CARRIED | BOUNDARY},
-            results=_CARRIED | BOUNDARY,
-            constraints=(_by_way_of_fp32,),
+            dtypes={"": _MOVABLE_DTYPES | BOUNDARY},
+            results=_MOVABLE_DTYPES | BOUNDARY,
+            constraints=(_casts_through_fp32,),
             preserve=False,
             merge=pointwise,
             rewrite=_to_copy,

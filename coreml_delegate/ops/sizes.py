@@ -1,9 +1,8 @@
-"""Sizes of tensors, integers taken out of tensors, and sums, products and quotients of them.
+"""Symbolic sizes: sizes of tensors, items of tensors, and arithmetic on these numbers.
 
-They are numbers that are known at run time. None can cross the boundary of a partition, where all
-are tensors: what is computed from them is computed inside the partition that uses it; see
-``partition.grouping.symbolic_sizes``. Checks of such numbers go where the numbers go, and are
-dropped, as ExecuTorch drops them from all that it runs.
+The numbers are known at run time, and only tensors can cross the boundary of a partition: each
+partition computes the numbers that it uses; see ``partition.grouping.symbolic_sizes``. Checks
+of numbers are delegated with them and dropped; ExecuTorch drops all checks.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ _CHECK = "aten._assert_scalar.default"
 
 
 def is_size(node: Node) -> bool:
-    """Whether a node is a number computed from shapes or tensors, or an input that is one."""
+    """Whether a node's value is a symbolic number, not a tensor."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def is_check(node: Node) -> bool:
-    """Whether a node does nothing but check a number, or compares one for a check."""
+    """Whether a node asserts a number, or compares numbers for an assertion."""
     return target_name(node.target) == _CHECK or isinstance(node.meta.get("val"), torch.SymBool)
 
 
 def _item(node: Node) -> None:
-    """The number in a tensor, which coremltools takes for one where it has no dimensions."""
+    """Index the only element of a tensor: coremltools takes only scalars for a number."""
     source = node.args[0]
     if isinstance(source, Node) and value_of(source).dim():
         vector = insert(node, ATEN.view_copy.default, source, [1])
@@ -40,7 +39,7 @@ def _item(node: Node) -> None:
 
 
 def _drop(node: Node) -> None:
-    """A check, which ExecuTorch does not make either."""
+    """Erase a check; ExecuTorch drops it too."""
     node.graph.erase_node(node)
 
 

@@ -1,6 +1,6 @@
-"""Sums of squares without the squares of large numbers, for fp16 has none from 256 on.
+"""Sums of squares that do not overflow fp16: ``sqrt(sum(x**2)) = s * sqrt(sum((x / s)**2))``.
 
-What is squared is divided by its largest magnitude first. The root of the sum is multiplied by it.
+The scale s is the largest magnitude. Unscaled, squares from 256 on overflow (65504 is the maximum).
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ _POWER = "aten.pow.Tensor_Scalar"
 _MEAN, _SUM, _VARIANCE = "aten.mean.dim", "aten.sum.dim_IntList", "aten.var.correction"
 
 
-# A tensor whose squares are one or less
+# Tensors with squares of at most 1
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledDown:
-    """A tensor divided by its largest magnitudes.
+    """A tensor divided by its largest magnitudes along some dimensions.
 
     Attributes:
         x: The quotient.
-        scale: What it was divided by, with sizes of one where a magnitude was the largest.
-        epsilon: What is added to the squares of the quotient, in place of an epsilon that is added
-            to those of the tensor; None without one.
+        scale: The divisor; reduced dimensions have size 1.
+        epsilon: ``epsilon / scale**2``, to add to the squares of the quotient; None for epsilon 0.
     """
 
     x: Node
@@ -53,15 +52,15 @@ def scale_down(node: Node, x: Node, dims: list[int], epsilon: float) -> ScaledDo
     """Divide a tensor by its largest magnitude along dimensions.
 
     Args:
-        node: The calls are made before it.
+        node: The calls are inserted before it.
         x: A tensor.
-        dims: Dimensions that a sum or mean of squares will be taken of.
-        epsilon: What would be added to the squares of ``x``; 0 for nothing.
+        dims: Dimensions that the sum or mean of squares reduces.
+        epsilon: Summand to the squares of ``x``, or 0.
     """
-    largest = insert(node, ATEN.amax.default, insert(node, ATEN.abs.default, x), dims, True)
+    maximum = insert(node, ATEN.amax.default, insert(node, ATEN.abs.default, x), dims, True)
     root = math.sqrt(epsilon)
-    # At least the root of epsilon, so that their ratio is at most one, and nothing fp16 has not.
-    scale = insert(node, ATEN.clamp.default, largest, max(root, _SMALLEST))
+    # At least the root of epsilon, so that their ratio is at most 1, and not below fp16's normals.
+    scale = insert(node, ATEN.clamp.default, maximum, max(root, _SMALLEST))
     scaled = insert(node, ATEN.div.Tensor, x, scale)
     if not epsilon:
         return ScaledDown(scaled, scale, None)
@@ -70,23 +69,23 @@ def scale_down(node: Node, x: Node, dims: list[int], epsilon: float) -> ScaledDo
     return ScaledDown(scaled, scale, insert(node, ATEN.mul.Tensor, ratio, ratio))
 
 
-# Roots that a model writes out
+# Roots of squares in a model
 
 
 @dataclass(frozen=True, slots=True)
 class RootOfSquares:
-    """A root of a mean or sum of squares, or of a variance, of which there is one in every norm.
+    """A root of a mean or sum of squares, or of a variance, as every norm has it.
 
     Attributes:
         node: The call of the root.
         is_inverse: Whether it is one over the root.
-        squares: The call that sums the squares.
-        x: What is squared; of a variance, what it is the variance of.
-        dims: Dimensions that are summed.
-        keeps: Whether these dimensions are kept.
-        is_sum: Whether it is a sum, and no mean.
-        correction: What a variance subtracts from the number of squares; None of squares of ``x``.
-        epsilon: What is added to the squares; 0 for nothing.
+        squares: The call that sums the squares, or computes the variance.
+        x: The squared tensor, or the argument of the variance.
+        dims: Reduced dimensions.
+        keepdim: Whether these dimensions are kept.
+        is_sum: Whether the squares are summed, not averaged.
+        correction: Of the variance, see ``torch.var``; None without a variance.
+        epsilon: Summand to the squares, or 0.
     """
 
     node: Node
@@ -94,40 +93,40 @@ class RootOfSquares:
     squares: Node
     x: Node
     dims: list[int]
-    keeps: bool
+    keepdim: bool
     is_sum: bool
     correction: int | None
     epsilon: float
 
     def scale_down(self) -> None:
-        """Divide what is squared by its largest magnitude, and multiply the root by it."""
+        """Divide the squared tensor by its largest magnitudes, and multiply the root by them."""
         node, dims = self.node, self.dims
-        x, same = self._squared()
+        x, same = self._squared_calls()
         scaled = scale_down(node, x, dims, self.epsilon)
         total = scaled.with_epsilon(node, self._reduce(scaled.x))
-        # What is divided by the root is divided by the scale as well: neither is needed.
-        readers = [r for r in node.users if self.keeps and self._divides(r, same)]
-        if readers:
+        # (x / scale) / (root / scale): a quotient by the root needs no multiplication by the scale.
+        quotients = [user for user in node.users if self.keepdim and self._divides(user, same)]
+        if quotients:
             inverse = insert(node, ATEN.rsqrt.default, total)
-            for reader in readers:
-                become(reader, ATEN.mul.Tensor, scaled.x, inverse)
+            for quotient in quotients:
+                become(quotient, ATEN.mul.Tensor, scaled.x, inverse)
         if not node.users:
             return
         if self.is_inverse:
             root = ATEN.div.Tensor, insert(node, ATEN.rsqrt.default, total), scaled.scale
         else:
             root = ATEN.mul.Tensor, insert(node, ATEN.sqrt.default, total), scaled.scale
-        if self.keeps:
+        if self.keepdim:
             become(node, *root)
         else:
             become(node, ATEN.squeeze_copy.dims, insert(node, *root), dims)
 
-    def _squared(self) -> tuple[Node, Collection[Node]]:
-        """Return what is squared, and all calls that compute it."""
+    def _squared_calls(self) -> tuple[Node, Collection[Node]]:
+        """Return the squared tensor, and all calls that compute an equal tensor."""
         if self.correction is None:
-            return self.x, _repetitions(self.x)
-        same = _distances(self.x, self.dims)
-        x = next((distance for distance in same if distance < self.node), None)
+            return self.x, _equal_calls(self.x)
+        same = _deviations_from_mean(self.x, self.dims)
+        x = next((deviation for deviation in same if deviation < self.node), None)
         if x is None:
             mean = insert(self.node, ATEN.mean.dim, self.x, self.dims, True)
             x = insert(self.node, ATEN.sub.Tensor, self.x, mean)
@@ -145,26 +144,26 @@ class RootOfSquares:
             return total
         return insert(node, ATEN.mul.Scalar, total, count / (count - correction))
 
-    def _divides(self, reader: Node, numerators: Collection[Node]) -> bool:
-        """Return whether a reader of the root divides one of ``numerators`` by it."""
+    def _divides(self, user: Node, numerators: Collection[Node]) -> bool:
+        """Return whether a user of the root divides one of ``numerators`` by it."""
         if self.is_inverse:
-            factors = reader.args if _calls(reader, "aten.mul.Tensor") else ()
+            factors = user.args if _calls(user, "aten.mul.Tensor") else ()
             return any(factor in numerators for factor in factors)
-        return _calls(reader, "aten.div.Tensor") and reader.args[0] in numerators
+        return _calls(user, "aten.div.Tensor") and user.args[0] in numerators
 
 
 def root_of_squares(node: Node) -> RootOfSquares | None:
-    """Return the root that a call computes; None if it computes none, or that of something else."""
+    """Return the root of squares that a call computes, or None."""
     power = _power_of(node)
     if power is None:
         return None
     epsilon = 0.0
-    squares = _behind_casts(node.args[0])
+    squares = _skip_casts(node.args[0])
     if _calls(squares, "aten.add.Tensor", "aten.add.Scalar") and not squares.kwargs:
         value = stored_value(squares.args[1])
         if value is None or value.numel() != 1 or not value.item() > 0:
             return None
-        squares, epsilon = _behind_casts(squares.args[0]), float(value)
+        squares, epsilon = _skip_casts(squares.args[0]), float(value)
     if not _calls(squares, _MEAN, _SUM, _VARIANCE):
         return None
     arguments = arguments_of(squares)
@@ -178,7 +177,7 @@ def root_of_squares(node: Node) -> RootOfSquares | None:
         squares=squares,
         x=x,
         dims=list(arguments["dim"] or range(value_of(x).dim())),
-        keeps=arguments["keepdim"],
+        keepdim=arguments["keepdim"],
         is_sum=_calls(squares, _SUM),
         correction=arguments["correction"] if is_variance else None,
         epsilon=epsilon,
@@ -202,16 +201,20 @@ def _is_square(node: Any) -> bool:
     )
 
 
-def _distances(x: Node, dims: list[int]) -> list[Node]:
-    """Return the calls that subtract from a tensor its mean along dimensions, in their order."""
+def _deviations_from_mean(x: Node, dims: list[int]) -> list[Node]:
+    """Return the calls of ``x - mean(x, dims)``, in graph order."""
     rank = value_of(x).dim()
 
     def is_mean(node: Any) -> bool:
         if not _calls(node, _MEAN):
             return False
-        of = arguments_of(node)
-        along = {dim % rank for dim in of["dim"] or range(rank)}
-        return of["self"] is x and of["keepdim"] and along == {dim % rank for dim in dims}
+        arguments = arguments_of(node)
+        mean_dims = {dim % rank for dim in arguments["dim"] or range(rank)}
+        return (
+            arguments["self"] is x
+            and arguments["keepdim"]
+            and mean_dims == {dim % rank for dim in dims}
+        )
 
     return [
         user
@@ -220,14 +223,14 @@ def _distances(x: Node, dims: list[int]) -> list[Node]:
     ]
 
 
-def _repetitions(x: Node) -> set[Node]:
-    """Return a node, and the calls that compute the same."""
+def _equal_calls(x: Node) -> set[Node]:
+    """Return a node, and the calls that compute an equal value."""
     readers = (reader for source in x.all_input_nodes[:1] for reader in source.users)
     return {x, *(reader for reader in readers if _computes_same(reader, x, depth=2))}
 
 
 def _computes_same(a: Any, b: Any, depth: int) -> bool:
-    """Return whether two arguments are equal, or calls of equal arguments down to a depth."""
+    """Return whether arguments are equal, or equal calls of equal arguments, down to ``depth``."""
     if not (isinstance(a, Node) and isinstance(b, Node)):
         return bool(a == b)
     if a is b:
@@ -239,8 +242,8 @@ def _computes_same(a: Any, b: Any, depth: int) -> bool:
     return all(_computes_same(*pair, depth - 1) for pair in zip(a.args, b.args, strict=True))
 
 
-def _behind_casts(node: Any) -> Any:
-    """Return what is cast, from floats to floats; sums end in a cast."""
+def _skip_casts(node: Any) -> Any:
+    """Return the operand of casts from floats to floats; sums end in a cast."""
     while _calls(node, CAST) and value_of(node.args[0]).dtype.is_floating_point:
         node = node.args[0]
     return node

@@ -1,7 +1,7 @@
-"""Windows: of an image as columns (im2col), their sum (col2im), ``Tensor.unfold``, ``as_strided``.
+"""Windows: ``im2col``, their sum ``col2im``, ``Tensor.unfold``, ``as_strided``.
 
-ExecuTorch decomposes the first two to indexing with tensors of six dimensions. Here windows are
-taken, or added up, along one dimension after the other, by slices at fixed places.
+ExecuTorch decomposes the first two to indexing with tensors of six dimensions. The rewrites
+extract, or add up, windows along one dimension after the other, by slices at static positions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coreml_delegate.ops.call import ANY, OpCall, Reason, ReasonCode
 from coreml_delegate.ops.constraints import holds, static_argument
 from coreml_delegate.ops.edits import ATEN, arguments_of, become, cast, insert, shape_of, value_of
 from coreml_delegate.ops.flops import nothing, per_input
-from coreml_delegate.ops.merging import along, whole_sizes
+from coreml_delegate.ops.merging import along, view_sizes
 from coreml_delegate.ops.mil_ops import sliding_windows
 from coreml_delegate.ops.record import OpRecord, ScoreRole
 
@@ -52,18 +52,18 @@ class _Windows:
 
     @property
     def block(self) -> int:
-        """Neighbouring elements that no other window has at the same distance from its start."""
+        """Number of neighbouring elements of a window that do not overlap with other windows'."""
         return min(self.stride, self.kernel) if self.dilation == 1 else 1
 
     @property
     def tile(self) -> bool:
         """Whether the windows cover the dimension without gaps, overlap or padding."""
-        whole = self.count * self.kernel == self.size
-        return whole and self.kernel == self.stride and self.dilation == 1 and self.padding == 0
+        covers = self.count * self.kernel == self.size
+        return covers and self.kernel == self.stride and self.dilation == 1 and self.padding == 0
 
 
 def _windows(arguments: Mapping[str, Any], sizes: Sequence[int]) -> Iterator[_Windows]:
-    """Windows along the last two dimensions of an image."""
+    """Yield the windows along the last two dimensions of an image."""
     for dim, size in enumerate(sizes):
         options = (arguments[n] for n in ("kernel_size", "dilation", "padding", "stride"))
         yield _Windows(size, *(values[dim % len(values)] for values in options))
@@ -77,34 +77,34 @@ def _unfold(node: Node) -> None:
         split = [-1, rows.count, rows.kernel, columns.count, columns.kernel]
         tiles = insert(node, ATEN.view_copy.default, x, split)
         tiles = insert(node, ATEN.permute_copy.default, tiles, [0, 2, 4, 1, 3])
-        become(node, ATEN.view_copy.default, tiles, whole_sizes(shape_of(node)))
+        become(node, ATEN.view_copy.default, tiles, view_sizes(shape_of(node)))
         return
     if rows.padding or columns.padding:
         pads = [columns.padding] * 2 + [rows.padding] * 2
         x = insert(node, ATEN.constant_pad_nd.default, x, pads, 0.0)
     x = insert(node, ATEN.view_copy.default, x, [-1, rows.padded, columns.padded])
-    x = _taken(node, x, rows, dim=1, place=1)
-    x = _taken(node, x, columns, dim=3, place=2)
-    become(node, ATEN.view_copy.default, x, whole_sizes(shape_of(node)))
+    x = _stack_windows(node, x, rows, dim=1, axis=1)
+    x = _stack_windows(node, x, columns, dim=3, axis=2)
+    become(node, ATEN.view_copy.default, x, view_sizes(shape_of(node)))
 
 
-def _taken(node: Node, x: Node, windows: _Windows, dim: int, place: int) -> Node:
-    """Take windows along ``dim``; their elements become a dimension at ``place``.
+def _stack_windows(node: Node, x: Node, windows: _Windows, dim: int, axis: int) -> Node:
+    """Extract windows along ``dim``; their elements become a dimension at ``axis``.
 
-    Slices, an op for each element, run anywhere; many elements are one op.
+    One slice per element runs on every device; for more elements, ``sliding_windows`` is one op.
     """
-    if windows.kernel > _MANY:
-        return _slid(node, x, windows, dim, place)
+    if windows.kernel > _MAX_SLICES:
+        return _slide_windows(node, x, windows, dim, axis)
     length = (windows.count - 1) * windows.stride + 1
     starts = [k * windows.dilation for k in range(windows.kernel)]
     parts = [
         insert(node, ATEN.slice_copy.Tensor, x, dim, start, start + length, windows.stride)
         for start in starts
     ]
-    return insert(node, ATEN.stack.default, parts, place)
+    return insert(node, ATEN.stack.default, parts, axis)
 
 
-def _slid(node: Node, x: Node, windows: _Windows, dim: int, place: int) -> Node:
+def _slide_windows(node: Node, x: Node, windows: _Windows, dim: int, axis: int) -> Node:
     dtype, rank = value_of(x).dtype, value_of(x).dim()
     if dtype is torch.bool:
         x = cast(node, x, torch.int32)
@@ -112,8 +112,8 @@ def _slid(node: Node, x: Node, windows: _Windows, dim: int, place: int) -> Node:
     x = insert(node, sliding_windows(), x, dim, size, windows.stride)
     if windows.dilation > 1:
         x = insert(node, ATEN.slice_copy.Tensor, x, rank, 0, size, windows.dilation)
-    if place < rank:
-        order = [*range(place), rank, *range(place, rank)]
+    if axis < rank:
+        order = [*range(axis), rank, *range(axis, rank)]
         x = insert(node, ATEN.permute_copy.default, x, order)
     return cast(node, x, dtype)
 
@@ -126,55 +126,55 @@ def _fold(node: Node) -> None:
     if rows.tile and columns.tile:
         x = insert(node, ATEN.permute_copy.default, x, [0, 3, 1, 4, 2])
     else:
-        x = _added(node, x, columns, place=2, dim=3)
-        x = _added(node, x, rows, place=1, dim=1)
+        x = _add_windows(node, x, columns, axis=2, dim=3)
+        x = _add_windows(node, x, rows, axis=1, dim=1)
         for dim, windows in ((1, rows), (2, columns)):
             if windows.padding:
                 end = windows.padding + windows.size
                 x = insert(node, ATEN.slice_copy.Tensor, x, dim, windows.padding, end, 1)
-    become(node, ATEN.view_copy.default, x, whole_sizes(shape_of(node)))
+    become(node, ATEN.view_copy.default, x, view_sizes(shape_of(node)))
 
 
-def _added(node: Node, x: Node, windows: _Windows, place: int, dim: int) -> Node:
-    """Add up windows: elements at ``place``, windows along ``dim`` once these are taken apart.
+def _add_windows(node: Node, x: Node, windows: _Windows, axis: int, dim: int) -> Node:
+    """Add up windows: their elements are at ``axis``, the windows along ``dim`` without ``axis``.
 
-    Of each window, as many elements are placed together as lie between its start and the next.
+    Each summand has one block of elements of every window.
     """
     parts = [
-        _placed(node, x, windows, (place, dim), first)
+        _put_block(node, x, windows, (axis, dim), first)
         for first in range(0, windows.kernel, windows.block)
     ]
     return functools.reduce(lambda a, b: insert(node, ATEN.add.Tensor, a, b), parts)
 
 
-def _placed(node: Node, x: Node, windows: _Windows, dims: tuple[int, int], first: int) -> Node:
-    """Put a block of each window, from element ``first`` on, where it is in the image."""
-    place, dim = dims
+def _put_block(node: Node, x: Node, windows: _Windows, dims: tuple[int, int], first: int) -> Node:
+    """Return an image with a block of each window, from element ``first`` on, zero elsewhere."""
+    axis, dim = dims
     width = min(windows.block, windows.kernel - first)
-    part = insert(node, ATEN.slice_copy.Tensor, x, place, first, first + width, 1)
+    part = insert(node, ATEN.slice_copy.Tensor, x, axis, first, first + width, 1)
     sizes = shape_of(part)
     if width < windows.stride:
-        gap = [0] * 2 * (len(sizes) - place - 1) + [0, windows.stride - width]
-        part = insert(node, ATEN.constant_pad_nd.default, part, gap, 0.0)
-    order = [d for d in range(len(sizes)) if d != place]
-    order.insert(dim + 1, place)
+        inner_pads = [0] * 2 * (len(sizes) - axis - 1) + [0, windows.stride - width]
+        part = insert(node, ATEN.constant_pad_nd.default, part, inner_pads, 0.0)
+    order = [d for d in range(len(sizes)) if d != axis]
+    order.insert(dim + 1, axis)
     part = insert(node, ATEN.permute_copy.default, part, order)
-    del sizes[place]
+    del sizes[axis]
     length = windows.count * windows.stride
-    whole = [-1, *sizes[1:dim], length, *sizes[dim + 1 :]]
-    part = insert(node, ATEN.view_copy.default, part, whole)
+    merged = [-1, *sizes[1:dim], length, *sizes[dim + 1 :]]
+    part = insert(node, ATEN.view_copy.default, part, merged)
     start = first * windows.dilation
     end = windows.padded - start - length
     if start or end > 0:
-        around = [0] * 2 * (len(whole) - dim - 1) + [start, max(end, 0)]
-        part = insert(node, ATEN.constant_pad_nd.default, part, around, 0.0)
-    if end < 0:  # zeros between windows, of which none follows
+        outer_pads = [0] * 2 * (len(merged) - dim - 1) + [start, max(end, 0)]
+        part = insert(node, ATEN.constant_pad_nd.default, part, outer_pads, 0.0)
+    if end < 0:  # cut the zeros behind the last window
         part = insert(node, ATEN.slice_copy.Tensor, part, dim, 0, windows.padded, 1)
     return part
 
 
-def _unfold_one(node: Node) -> None:
-    """Take windows along one dimension; their elements become the last dimension."""
+def _unfold_dimension(node: Node) -> None:
+    """Extract windows along one dimension; their elements become the last dimension."""
     arguments = arguments_of(node)
     x, size, step = (arguments[n] for n in ("self", "size", "step"))
     shape = shape_of(x)
@@ -183,41 +183,41 @@ def _unfold_one(node: Node) -> None:
     if windows.tile:
         split = [*shape[:dim], windows.count, size, *shape[dim + 1 :]]
         order = [*range(dim + 1), *range(dim + 2, len(split)), dim + 1]
-        tiles = insert(node, ATEN.view_copy.default, x, whole_sizes(split))
+        tiles = insert(node, ATEN.view_copy.default, x, view_sizes(split))
         become(node, ATEN.permute_copy.default, tiles, order)
     else:
-        become(node, ATEN.clone.default, _taken(node, x, windows, dim, len(shape)))
+        become(node, ATEN.clone.default, _stack_windows(node, x, windows, dim, len(shape)))
 
 
-def _known_windows(call: OpCall) -> bool:
-    """The sizes are known, or one other than that of the windows is not."""
+def _has_static_windows(call: OpCall) -> bool:
+    """The windowed dimension is static, and at most one other size is dynamic."""
     sizes = list(call.outputs()[0].shape)
-    given = next(call.tensors("self"))[1].shape[call.arguments["dimension"]]
-    return isinstance(given, int) and sum(not isinstance(size, int) for size in sizes) <= 1
+    size_of_dim = next(call.tensors("self"))[1].shape[call.arguments["dimension"]]
+    return isinstance(size_of_dim, int) and sum(not isinstance(size, int) for size in sizes) <= 1
 
 
-def _known_places(call: OpCall) -> bool:
+def _has_static_positions(call: OpCall) -> bool:
     tensor = call.tensor("self")
     return tensor is not None and all(isinstance(size, int) for size in tensor.shape[-2:])
 
 
 def _few_blocks(call: OpCall) -> bool:
-    """Each block of neighbours in a window is an op of its own."""
+    """The windows have at most 64 blocks; each becomes an op."""
     windows = _windows(call.arguments, call.arguments["output_size"])
-    return sum(math.ceil(w.kernel / w.block) for w in windows) <= _MANY
+    return sum(math.ceil(w.kernel / w.block) for w in windows) <= _MAX_SLICES
 
 
 def _as_strided(node: Node) -> None:
-    """Elements of the flattened tensor, row-major as every tensor of a partition.
+    """Select elements of the flattened tensor, row-major as every tensor of a partition.
 
-    The places are a slice, windows, or numbers in a table.
+    Their offsets are a slice, windows, or a table of indices.
     """
     arguments, dtype = arguments_of(node), value_of(node).dtype
-    start, sizes, strides = _strided(arguments)
+    start, sizes, strides = _merged_strides(arguments)
     x = insert(node, ATEN.view_copy.default, arguments["self"], [-1])
     if dtype is torch.bool:
         x = cast(node, x, torch.int32)
-    end = _last(start, sizes, strides) + 1
+    end = _last_offset(start, sizes, strides) + 1
     match sizes, strides:
         case [], []:
             x = insert(node, ATEN.slice_copy.Tensor, x, 0, start, end, 1)
@@ -225,15 +225,15 @@ def _as_strided(node: Node) -> None:
             x = insert(node, ATEN.slice_copy.Tensor, x, 0, start, end, step)
         case [_, size], [step, 1] if step > 0:
             x = insert(node, ATEN.slice_copy.Tensor, x, 0, start, end, 1)
-            x = _taken(node, x, _Windows(end - start, size, 1, 0, step), 0, 1)
+            x = _stack_windows(node, x, _Windows(end - start, size, 1, 0, step), 0, 1)
         case _:
-            x = insert(node, ATEN.index_select.default, x, 0, _table(node, start, sizes, strides))
-    whole = insert(node, ATEN.view_copy.default, x, shape_of(node))
-    become(node, ATEN._to_copy.default, whole, dtype=dtype)
+            x = insert(node, ATEN.index_select.default, x, 0, _offsets(node, start, sizes, strides))
+    result = insert(node, ATEN.view_copy.default, x, shape_of(node))
+    become(node, ATEN._to_copy.default, result, dtype=dtype)
 
 
-def _strided(arguments: Mapping[str, Any]) -> tuple[int, list[int], list[int]]:
-    """Return where elements start, and sizes and strides, neighbours merged where they can be."""
+def _merged_strides(arguments: Mapping[str, Any]) -> tuple[int, list[int], list[int]]:
+    """Return the start offset, sizes and strides, with mergeable neighbouring dimensions merged."""
     sizes: list[int] = []
     strides: list[int] = []
     for size, stride in zip(arguments["size"], arguments["stride"], strict=True):
@@ -247,14 +247,14 @@ def _strided(arguments: Mapping[str, Any]) -> tuple[int, list[int], list[int]]:
     return arguments["storage_offset"] or 0, sizes, strides
 
 
-def _last(start: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the last place of an element."""
+def _last_offset(start: int, sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the largest offset of an element."""
     steps = zip(sizes, strides, strict=True)
     return start + sum((size - 1) * stride for size, stride in steps)
 
 
-def _table(node: Node, start: int, sizes: Sequence[int], strides: Sequence[int]) -> Node:
-    """Return the places of all elements, [elements]; coremltools computes and stores them."""
+def _offsets(node: Node, start: int, sizes: Sequence[int], strides: Sequence[int]) -> Node:
+    """Return the offsets of all elements, [elements]; coremltools folds them to a constant."""
     table = insert(node, ATEN.full.default, [1], start, dtype=torch.int32)
     for size, stride in zip(sizes, strides, strict=True):
         steps = [0, size * stride, stride] if stride else [0, size, 1]
@@ -266,46 +266,50 @@ def _table(node: Node, start: int, sizes: Sequence[int], strides: Sequence[int])
     return insert(node, ATEN.view_copy.default, table, [-1])
 
 
-def _places(call: OpCall) -> Reason | None:
+def _has_valid_offsets(call: OpCall) -> Reason | None:
     """Every index lies inside the argument, and the table of indices is small enough to store."""
-    if _last(*_strided(call.arguments)) >= next(call.tensors("self"))[1].numel():
+    if _last_offset(*_merged_strides(call.arguments)) >= next(call.tensors("self"))[1].numel():
         return Reason(ReasonCode.ARGUMENT, "elements lie beyond those of the argument")
-    if math.prod(call.arguments["size"]) > _LARGEST_TABLE:
-        return Reason(ReasonCode.ARGUMENT, f"more than {_LARGEST_TABLE} elements")
+    if math.prod(call.arguments["size"]) > _MAX_TABLE:
+        return Reason(ReasonCode.ARGUMENT, f"more than {_MAX_TABLE} elements")
     return None
 
 
-_MANY = 64
-_LARGEST_TABLE = 1 << 20
-_KNOWN = holds(_known_places, ReasonCode.SYMBOLIC, "the places of windows depend on a dynamic size")
-_FEW = holds(_few_blocks, ReasonCode.ARGUMENT, f"windows of more than {_MANY} strides")
+_MAX_SLICES = 64
+_MAX_TABLE = 1 << 20
+_STATIC_POSITIONS = holds(
+    _has_static_positions, ReasonCode.SYMBOLIC, "the places of windows depend on a dynamic size"
+)
+_FEW_BLOCKS = holds(_few_blocks, ReasonCode.ARGUMENT, f"windows of more than {_MAX_SLICES} strides")
 
 RECORDS = (
     OpRecord(
         "aten.im2col.default",
-        constraints=(_KNOWN,),
+        constraints=(_STATIC_POSITIONS,),
         rewrite=_unfold,
-        score_role=ScoreRole.CARRIES,
+        score_role=ScoreRole.PROPAGATES,
         flops=nothing,
     ),
     OpRecord(
         "aten.unfold.default",
         dtypes={"": ANY},
         constraints=(
-            holds(_known_windows, ReasonCode.SYMBOLIC, "several sizes, or that of windows, vary"),
+            holds(
+                _has_static_windows, ReasonCode.SYMBOLIC, "several sizes, or that of windows, vary"
+            ),
         ),
         merge=along("dimension"),
-        rewrite=_unfold_one,
-        score_role=ScoreRole.CARRIES,
+        rewrite=_unfold_dimension,
+        score_role=ScoreRole.PROPAGATES,
         flops=nothing,
     ),
     OpRecord(
         "aten.as_strided.default",
         dtypes={"": ANY},
-        constraints=(static_argument("self"), _places),
+        constraints=(static_argument("self"), _has_valid_offsets),
         rewrite=_as_strided,
-        score_role=ScoreRole.CARRIES,
+        score_role=ScoreRole.PROPAGATES,
         flops=nothing,
     ),
-    OpRecord("aten.col2im.default", constraints=(_FEW,), rewrite=_fold, flops=per_input(1)),
+    OpRecord("aten.col2im.default", constraints=(_FEW_BLOCKS,), rewrite=_fold, flops=per_input(1)),
 )

@@ -309,7 +309,7 @@ RECORDS = (
         Here.REFUSED,
         "coremltools takes what is not normalized for probabilities",
         (case(torch.multinomial, x(2, 4, low=0.1), 3, True, compare=False),),
-        refused={"aten.multinomial.default": "what is not normalized"},
+        refused={"aten.multinomial.default": "unnormalized weights"},
     ),
     Regression(
         issues(COREMLTOOLS, 2834),

@@ -322,7 +322,7 @@ REJECTED = (
     ),
     reject(
         ReasonCode.ARGUMENT,
-        "Core ML has powers of integers from 2 to 4 alone",
+        "Core ML has only the powers 2 to 4 of integers",
         "aten.pow.Tensor_Scalar",
         i(2, 3),
         5,

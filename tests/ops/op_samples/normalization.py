@@ -171,7 +171,7 @@ REJECTED = (
     ),
     reject(
         ReasonCode.USE,
-        "result 1 is used, Core ML has 0 alone",
+        "result 1 is used, Core ML has only result 0",
         "aten.native_layer_norm.default",
         x(2, 3, 4),
         [4],
@@ -183,7 +183,7 @@ REJECTED = (
     ),
     reject(
         ReasonCode.USE,
-        "result 1 is used, Core ML has 0 alone",
+        "result 1 is used, Core ML has only result 0",
         "aten.native_group_norm.default",
         x(2, 4, 3),
         w(4),
@@ -198,7 +198,7 @@ REJECTED = (
     ),
     reject(
         ReasonCode.USE,
-        "result 1 is used, Core ML has 0 alone",
+        "result 1 is used, Core ML has only result 0",
         _INSTANCE,
         x(2, 3, 4),
         None,

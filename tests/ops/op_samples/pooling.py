@@ -282,7 +282,7 @@ REJECTED = (
     *(
         reject(
             ReasonCode.USE,
-            "result 1 is used, Core ML has 0 alone",
+            "result 1 is used, Core ML has only result 0",
             f"aten.adaptive_max_pool{n}d.default",
             x(1, 2, *[4] * n),
             [2] * n,
@@ -307,7 +307,7 @@ REJECTED = (
     *(
         reject(
             ReasonCode.USE,
-            "result 1 is used, Core ML has 0 alone",
+            "result 1 is used, Core ML has only result 0",
             op,
             x(1, 2, *[4] * n),
             [2] * n,

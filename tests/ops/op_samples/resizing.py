@@ -71,7 +71,7 @@ ACCEPTED = (
 REJECTED = (
     reject(
         ReasonCode.ARGUMENT,
-        "scale_factors give a broken output size",
+        "scale_factors give a fractional output size",
         _BILINEAR,
         x(*_IMAGE),
         None,

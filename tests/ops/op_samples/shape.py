@@ -221,7 +221,7 @@ REJECTED = (
     ),
     reject(
         ReasonCode.ARGUMENT,
-        "mode='circular', Core ML has none such",
+        "mode='circular', Core ML has no such mode",
         "aten.pad.default",
         x(1, 2, 4, 5),
         [1, 2, 2, 1],
@@ -285,7 +285,7 @@ REJECTED = (
     ),
     reject(
         ReasonCode.ARGUMENT,
-        "negative padding crops what is reflected",
+        "negative padding with a mode other than 'constant'",
         "aten.pad.default",
         x(*_IMAGE),
         [-1, 1, 0, 0],

@@ -30,7 +30,7 @@ from coreml_delegate.ops.call import called_target, is_placeholder_op, overload_
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles, has_kernel, is_custom
 from coreml_delegate.source_lines import source_of
 from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
-from coreml_delegate.transforms.control_flow import release_control_flow
+from coreml_delegate.transforms.control_flow import restore_control_flow
 from coreml_delegate.transforms.recurrent_layers import require_fixed_steps
 
 _PREFIX = "coreml_delegate_literal"
@@ -49,7 +49,7 @@ def decompose_undelegated(program: ExportedProgram, preserved: Collection[OpOver
         preserved: The ops that were kept from decomposition.
 
     Raises:
-        UnsupportedOperatorError: See ``require_fixed_steps`` and ``release_control_flow``.
+        UnsupportedOperatorError: See ``require_fixed_steps`` and ``restore_control_flow``.
     """
     # ExecuTorch takes core ops as they are.
     everywhere = {op for op in preserved if torch.Tag.core not in op.tags}
@@ -106,7 +106,7 @@ def _is_undelegated(node: Node, ops: Collection[OpOverload]) -> bool:
 
 def _to_edge(whole: ExportedProgram) -> ExportedProgram:
     plain = decompose_undelegated_dequantize(whole, None, veto=lambda _: _UNDELEGATED)
-    release_control_flow(plain, _UNDELEGATED)
+    restore_control_flow(plain, _UNDELEGATED)
     config = EdgeCompileConfig(_check_ir_validity=False)
     return to_edge(plain, compile_config=config).exported_program()
 

@@ -1,4 +1,4 @@
-"""Program to program, before a program is partitioned; what it computes does not change."""
+"""Rewrites of whole programs before they are partitioned; numerics do not change."""
 
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers
 

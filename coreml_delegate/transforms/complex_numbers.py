@@ -1,9 +1,9 @@
-"""Programs with complex numbers inside, made to compute with pairs of reals.
+"""Complex numbers inside a program, rewritten to pairs of real values.
 
 Core ML has no complex numbers, and ExecuTorch has few kernels for them. Each complex value becomes
-two real ones, its real and imaginary part; each operator on complex numbers becomes operators on
-these (``complex_operators``), and a Fourier transform products of matrices (``fourier``). What
-enters and leaves the program stays real.
+its real and imaginary part; each operator on complex numbers becomes operators on these parts
+(``complex_operators``), and a Fourier transform products with matrices (``fourier``). Inputs and
+outputs of the program stay real.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from coreml_delegate.transforms.complex_pairs import (
 _PREFIX = "coreml_delegate_fourier"
 _SUFFIXES = ("real", "imag")
 
-# With real arguments and results, and of no use without complex numbers.
+# Ops with real arguments and results that only occur with complex numbers.
 _ACCOMPANYING = frozenset(
     {
         ATEN.stft.default,
@@ -57,14 +57,14 @@ _ACCOMPANYING = frozenset(
 
 
 def split_complex_numbers(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with a pair of real values in place of each complex one.
+    """Return ``program`` with a pair of real values in place of each complex value.
 
     Args:
         program: In ATen dialect; it is not changed.
 
     Returns:
-        A program of the same inputs and outputs. A complex parameter, buffer or constant ``x`` of
-        it is ``x_real`` and ``x_imag``. A program without complex numbers is returned as it is.
+        A program with the same inputs and outputs. A complex parameter, buffer or constant ``x``
+        becomes ``x_real`` and ``x_imag``. A program without complex numbers is returned unchanged.
 
     Raises:
         UnsupportedOperatorError: An operator on complex numbers cannot be computed on pairs.
@@ -73,32 +73,32 @@ def split_complex_numbers(program: ExportedProgram) -> ExportedProgram:
     if not any(_is_complex(node) for node in _nodes(program)):
         return program
     _check_boundary(program)
-    copied = _decomposed(program)
-    _Splitting(copied).run()
+    copied = _decompose(program)
+    _Splitter(copied).run()
     return copied
 
 
-def _decomposed(program: ExportedProgram) -> ExportedProgram:
-    """Return a functional copy, whose composite ops on complex numbers are decomposed.
+def _decompose(program: ExportedProgram) -> ExportedProgram:
+    """Return a functional copy with composite ops on complex numbers decomposed.
 
-    Those that have a function on pairs stay whole.
+    Ops in ``OPERATORS`` are not decomposed.
     """
     table = default_decompositions()
     copied = program.run_decompositions({})
-    tried: set[Any] = set()
+    decomposed: set[Any] = set()
     while True:
-        found = {n.target for n in copied.graph.nodes if _is_complex_call(n)} - tried
+        targets = {n.target for n in copied.graph.nodes if _is_complex_call(n)} - decomposed
         composite = {
-            op: table[op] for op in found if target_name(op) not in OPERATORS and op in table
+            op: table[op] for op in targets if target_name(op) not in OPERATORS and op in table
         }
         if not composite:
             return copied
-        tried |= composite.keys()
+        decomposed |= composite.keys()
         copied = copied.run_decompositions(composite)
 
 
-class _Splitting:
-    """The edit of one program, which is changed.
+class _Splitter:
+    """Splits the complex values of one program, in place.
 
     Args:
         program: Functional.
@@ -110,7 +110,7 @@ class _Splitting:
         self._replaced: list[Node] = []
         self._constants: dict[Any, Node] = {}
         self._stored: dict[int, tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._known: dict[Node, torch.Tensor | None] = {
+        self._values: dict[Node, torch.Tensor | None] = {
             node: None if isinstance(value, FakeTensor) else value
             for node, _, value in stored_constants(program)
         }
@@ -134,20 +134,20 @@ class _Splitting:
     # State
 
     def _split_state(self, node: Node) -> None:
-        """Replace a complex parameter, buffer or constant by two real ones."""
+        """Replace a complex parameter, buffer or constant by its two parts."""
         program, specs = self._program, self._program.graph_signature.input_specs
         index = next(i for i, spec in enumerate(specs) if spec.arg.name == node.name)
         spec = specs[index]
         key = str(spec.target)
-        held: dict[str, Any] = (
+        state: dict[str, Any] = (
             program.state_dict if key in program.state_dict else program.constants
         )
-        parts = self._real_and_imag(held.pop(key))
+        parts = self._real_and_imag(state.pop(key))
         nodes: list[Node] = []
         for suffix, part, fake in zip(
             _SUFFIXES, parts, _real_and_imag(node.meta["val"]), strict=True
         ):
-            held[f"{key}_{suffix}"] = part
+            state[f"{key}_{suffix}"] = part
             with program.graph.inserting_before(node):
                 new = program.graph.placeholder(f"{node.name}_{suffix}")
             new.target = new.name
@@ -163,7 +163,7 @@ class _Splitting:
         self._replaced.append(node)
 
     def _real_and_imag(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the parts of a stored tensor; those of one under several names stay one."""
+        """Return the parts of a stored tensor; a tensor with several names has shared parts."""
         if id(value) not in self._stored:
             parts = _real_and_imag(value)
             if isinstance(value, torch.nn.Parameter):
@@ -187,14 +187,14 @@ class _Splitting:
             self._pairs[node] = _as_nodes(call, result)
         elif isinstance(result, Node):
             node.replace_all_uses_with(result)
-        elif node.users:  # real, and zero throughout
+        elif node.users:  # a real result of zeros
             node.replace_all_uses_with(call.emit(ATEN.zeros_like.default, call.pair("self").node))
         self._replaced.append(node)
 
     def _constant(
         self, key: tuple[Any, ...], value: Callable[[], torch.Tensor], dtype: torch.dtype
     ) -> Node:
-        """Return the constant of a key, which is added to the program if it is not there yet."""
+        """Return the constant of a key; add it to the program if it is missing."""
         if (key, dtype) not in self._constants:
             self._constants[key, dtype] = self._add(value().to(dtype).contiguous())
         return self._constants[key, dtype]
@@ -211,12 +211,12 @@ class _Splitting:
         return node
 
     def _value(self, node: Node) -> torch.Tensor | None:
-        """Return the value of a node that is computed from constants alone, None for others."""
-        if node not in self._known:
-            self._known[node] = self._computed(node)
-        return self._known[node]
+        """Return the value of a node computed only from constants, None for other nodes."""
+        if node not in self._values:
+            self._values[node] = self._compute(node)
+        return self._values[node]
 
-    def _computed(self, node: Node) -> torch.Tensor | None:
+    def _compute(self, node: Node) -> torch.Tensor | None:
         target = node.target
         if not isinstance(target, OpOverload) or Tag.nondeterministic_seeded in target.tags:
             return None
@@ -231,54 +231,58 @@ class _Splitting:
     # Results
 
     def _split_results(self, output: Node) -> None:
-        """Give a written complex buffer two results, and name the results that are others now."""
+        """Split the result of a mutated complex buffer, and rename replaced results."""
         specs = self._program.graph_signature.output_specs
         results: list[Any] = []
-        split: list[OutputSpec] = []
+        split_specs: list[OutputSpec] = []
         for node, spec in zip(list(output.args[0]), specs, strict=True):  # pyright: ignore[reportArgumentType]
             if node not in self._pairs:
                 if isinstance(node, Node) and isinstance(spec.arg, TensorArgument):
                     spec.arg = TensorArgument(node.name)
                 results.append(node)
-                split.append(spec)
+                split_specs.append(spec)
                 continue
             call = PairCall(node, self._pairs, self._constant, self._value)
-            for suffix, part in zip(_SUFFIXES, call.whole(self._pairs[node]), strict=True):
+            for suffix, part in zip(_SUFFIXES, call.as_nodes(self._pairs[node]), strict=True):
                 arg = TensorArgument(part.name)
-                split.append(OutputSpec(spec.kind, arg, f"{spec.target}_{suffix}"))
+                split_specs.append(OutputSpec(spec.kind, arg, f"{spec.target}_{suffix}"))
                 results.append(part)
-        specs[:] = split
+        specs[:] = split_specs
         output.args = (tuple(results),)
         output.meta["val"] = tuple(n.meta["val"] if isinstance(n, Node) else n for n in results)
 
 
 def _as_nodes(call: PairCall, pair: Pair) -> Pair:
-    """Return a pair in the dtype and shape of the complex value, with no Python numbers in it."""
+    """Return a pair of nodes (or None) in the dtype and shape of the complex value."""
     value = call.node.meta["val"]
     if not isinstance(value, torch.Tensor):
         return pair
     dtype = COMPONENTS[value.dtype]
 
-    def fitted(part: Part) -> Part:
+    def fit(part: Part) -> Part:
         if part is None:
             return None
         if not isinstance(part, Node):
             part = call.emit(ATEN.full_like.default, pair.node, part)
         if value_of(part).dtype is not dtype:
             part = call.emit(ATEN._to_copy.default, part, dtype=dtype)
-        given, wanted = value_of(part).shape, value.shape
-        known = [(a, b) for a, b in zip(given, wanted, strict=False) if type(a) is type(b) is int]
-        if len(given) != len(wanted) or any(a != b for a, b in known):
-            sizes = [size if isinstance(size, int) else -1 for size in wanted]
+        shape, target_shape = value_of(part).shape, value.shape
+        static_sizes = [
+            (a, b) for a, b in zip(shape, target_shape, strict=False) if type(a) is type(b) is int
+        ]
+        if len(shape) != len(target_shape) or any(a != b for a, b in static_sizes):
+            sizes = [size if isinstance(size, int) else -1 for size in target_shape]
             part = call.emit(ATEN.expand.default, part, sizes)
         return part
 
-    return Pair(*map(fitted, pair.parts))
+    return Pair(*map(fit, pair.parts))
 
 
 def _real_and_imag(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    whole = torch.view_as_real(value.detach().resolve_conj())
-    real, imag = (whole.select(-1, n).clone(memory_format=torch.contiguous_format) for n in (0, 1))
+    stacked = torch.view_as_real(value.detach().resolve_conj())
+    real, imag = (
+        stacked.select(-1, n).clone(memory_format=torch.contiguous_format) for n in (0, 1)
+    )
     return real, imag
 
 
@@ -286,10 +290,11 @@ def _real_and_imag(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check_boundary(program: ExportedProgram) -> None:
-    """Refuse what stays complex: inputs, outputs, and what branches and loops take and give.
+    """Refuse complex inputs and outputs of the program, and complex values in branches and loops.
 
     Raises:
-        LoweringError: The program has such values.
+        LoweringError: The program has a complex input or output.
+        UnsupportedOperatorError: A branch or loop has complex values.
     """
     values = {node.name: node for node in program.graph.nodes}
     signature = program.graph_signature
@@ -297,12 +302,12 @@ def _check_boundary(program: ExportedProgram) -> None:
         ("takes a complex input", signature.input_specs, _INPUTS, _PASS_PAIRS),
         ("returns a complex tensor", signature.output_specs, _OUTPUTS, _RETURN_PAIRS),
     )
-    for what, specs, kinds, remedy in sides:
+    for obstacle, specs, kinds, remedy in sides:
         for spec in specs:
             node = values.get(str(getattr(spec.arg, "name", None)))
             if spec.kind in kinds and node is not None and _has_complex_value(node):
                 raise LoweringError(
-                    f"the model {what}, which Core ML does not have",
+                    f"the model {obstacle}, which Core ML does not have",
                     got=f"{node.name} of {_dtype_name(node)}",
                     expected="real tensors",
                     remedy=remedy,
@@ -318,23 +323,23 @@ def _check_boundary(program: ExportedProgram) -> None:
 _INPUTS = frozenset({InputKind.USER_INPUT})
 _OUTPUTS = frozenset({OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION})
 _PASS_PAIRS = (
-    "Pass torch.view_as_real(x), and begin the model with torch.view_as_complex on what it is given"
+    "Pass torch.view_as_real(x), and begin the model with torch.view_as_complex of its input"
 )
 _WRITE_REAL = "Write this part of the model with real tensors: torch.view_as_real, x.real, x.imag"
-_RETURN_PAIRS = "Return torch.view_as_real(y), and take torch.view_as_complex of what you get"
+_RETURN_PAIRS = "Return torch.view_as_real(y), and take torch.view_as_complex of the result"
 
 
 def _unsupported(node: Node, obstacle: str, remedy: str | None = None) -> UnsupportedOperatorError:
-    """Return the error for a call that cannot be made of calls on reals."""
+    """Return the error for a call that cannot be rewritten to calls on reals."""
     modules = scopes_of(node)
-    place = ""
+    module_text = ""
     if modules:
         kind = modules[-1].class_name.rpartition(".")[2]
-        place = f" at {modules[-1].path or 'root'} ({kind})"
+        module_text = f" at {modules[-1].path or 'root'} ({kind})"
     source = source_of(node)
     return UnsupportedOperatorError(
-        "complex numbers cannot be carried as pairs of reals here",
-        got=f"{obstacle}{place}{f', {source}' if source else ''}",
+        "complex numbers cannot be represented as pairs of reals here",
+        got=f"{obstacle}{module_text}{f', {source}' if source else ''}",
         expected="the operators of docs/complex.md",
         remedy=remedy or _WRITE_REAL,
     )
@@ -351,7 +356,7 @@ def _nodes(program: ExportedProgram) -> Iterator[Node]:
 
 
 def _is_complex(node: Node) -> bool:
-    """Return whether a node has a complex value, or accompanies such nodes."""
+    """Return whether a node has a complex value, or only occurs with such nodes."""
     return node.target in _ACCOMPANYING or _has_complex_value(node)
 
 
@@ -360,7 +365,7 @@ def _has_complex_value(node: Node) -> bool:
 
 
 def _is_complex_call(node: Node) -> bool:
-    """Return whether a call takes or gives complex values."""
+    """Return whether a call has complex arguments or results."""
     if node.op != "call_function":
         return False
     return _is_complex(node) or any(map(_has_complex_value, node.all_input_nodes))

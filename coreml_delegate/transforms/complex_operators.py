@@ -1,4 +1,4 @@
-"""Operators on complex numbers, each as operators on pairs of reals."""
+"""Operators on complex numbers, computed by operators on pairs of reals."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from coreml_delegate.transforms.complex_pairs import (
 )
 
 OnPairs: TypeAlias = Callable[[PairCall], "Pair | Part"]
-"""Makes the calls on reals in place of a complex one.
+"""Emits the calls on reals that replace a complex call.
 
-Returns a pair, a node where the result is real, or None if there is none.
+Returns a pair, a node for a real result, or None for no result.
 """
 
-# Arguments that have values, of which the others in a call say positions or sizes.
+# Arguments with values; the other arguments are positions or sizes.
 _DATA = frozenset({"self", "input", "tensors", "src", "source", "values", "value", "other"})
 
 
-def _alike(call: PairCall) -> Pair:
-    """Both parts by the same op: it moves values, or is linear with real factors."""
-    return call.each(call.node.target, _DATA.__contains__)
+def _apply_to_parts(call: PairCall) -> Pair:
+    """Apply the op to both parts: it moves values, or is linear with real factors."""
+    return call.map_parts(call.node.target, _DATA.__contains__)
 
 
-def _same(call: PairCall) -> Pair:
+def _unchanged(call: PairCall) -> Pair:
     return call.pair("self")
 
 
-def _copied(call: PairCall) -> Pair:
-    """A copy over a tensor of the same shape is the source; dynamic sizes keep ``copy`` out."""
-    over, source = (value_of(call.arguments[name]).shape for name in ("self", "src"))
-    is_whole = list(map(str, over)) == list(map(str, source))
-    return call.pair("src") if is_whole else _alike(call)
+def _copy(call: PairCall) -> Pair:
+    """Return the source if shapes are equal: the graph then needs no ``copy``."""
+    destination, source = (value_of(call.arguments[name]).shape for name in ("self", "src"))
+    has_equal_shape = list(map(str, destination)) == list(map(str, source))
+    return call.pair("src") if has_equal_shape else _apply_to_parts(call)
 
 
 def _item(call: PairCall) -> Pair:
@@ -69,9 +69,9 @@ def _view_as_complex(call: PairCall) -> Pair:
 
 
 def _view_as_real(call: PairCall) -> Node:
-    parts = call.whole(call.pair("self"))
+    parts = call.as_nodes(call.pair("self"))
     result = call.emit(ATEN.stack.default, list(parts), -1)
-    # What only takes one part out again is that part.
+    # A select of one part is that part.
     for user in list(call.node.users):
         if user.target is ATEN.select.int:
             _, dim, index = user.args
@@ -81,28 +81,28 @@ def _view_as_real(call: PairCall) -> Node:
 
 
 def _reinterpret(call: PairCall) -> Pair | Node:
-    """The bits of a complex tensor are those of its parts in turn."""
+    """View as another dtype: the bits of a complex tensor are its interleaved parts."""
     x, dtype = call.arguments["self"], call.arguments["dtype"]
     if value_of(x).dtype is dtype:
         return call.pair(x)
     last = value_of(x).dim() - 1
     if COMPONENTS.get(dtype) is value_of(x).dtype:
-        sliced = ((x, last, part, _END, 2) for part in (0, 1))
-        return Pair(*(call.emit(ATEN.slice.Tensor, *arguments) for arguments in sliced))
+        slices = ((x, last, part, _END, 2) for part in (0, 1))
+        return Pair(*(call.emit(ATEN.slice.Tensor, *arguments) for arguments in slices))
     if COMPONENTS.get(value_of(x).dtype) is not dtype:
         raise FormError(f"a view of {value_of(x).dtype} as {dtype}")
-    stacked = call.emit(ATEN.stack.default, list(call.whole(call.pair(x))), -1)
+    stacked = call.emit(ATEN.stack.default, list(call.as_nodes(call.pair(x))), -1)
     return call.emit(ATEN.flatten.using_ints, stacked, last, -1)
 
 
 def _cast(call: PairCall) -> Pair | Node:
-    """A cast to a real dtype leaves the imaginary part out, as PyTorch does."""
+    """Cast; a cast to a real dtype drops the imaginary part, as in PyTorch."""
     dtype = call.arguments.get("dtype") or value_of(call.node).dtype
     pair = call.pair("self")
     if not dtype.is_complex:
         if dtype is torch.bool:
             raise FormError("a cast of a complex tensor to bool")
-        return call.emit(ATEN._to_copy.default, call.whole(pair)[0], dtype=dtype)
+        return call.emit(ATEN._to_copy.default, call.as_nodes(pair)[0], dtype=dtype)
     component = COMPONENTS[dtype]
     return Pair(
         *(
@@ -114,32 +114,32 @@ def _cast(call: PairCall) -> Pair | Node:
     )
 
 
-def _filled(call: PairCall) -> Pair | Node:
-    """A tensor of one number; an argument that is a tensor gives shape and dtype alone."""
+def _fill(call: PairCall) -> Pair | Node:
+    """Fill with a number; a tensor argument only provides shape and dtype."""
     result = value_of(call.node).dtype
     dtype = COMPONENTS.get(result, result)
     number = call.arguments.get("fill_value", call.arguments.get("s"))
     names = [a.name for a in overload_of(call.node.target)._schema.arguments]
 
-    def filled(part: Any) -> Node:
-        def replaced(name: str, value: Any) -> Any:
+    def fill(part: Any) -> Node:
+        def replace(name: str, value: Any) -> Any:
             if name in ("fill_value", "s"):
                 return part
             return call.pair(value).node if isinstance(value, Node) and name == "self" else value
 
-        args = [replaced(n, v) for n, v in zip(names, call.node.args, strict=False)]
-        kwargs = {n: replaced(n, v) for n, v in call.node.kwargs.items()}
+        args = [replace(n, v) for n, v in zip(names, call.node.args, strict=False)]
+        kwargs = {n: replace(n, v) for n, v in call.node.kwargs.items()}
         return call.emit(call.node.target, *args, **{**kwargs, "dtype": dtype})
 
     if not isinstance(number, complex) or not number:
-        real = filled(number and number.real)
+        real = fill(number and number.real)
         return Pair(real) if result.is_complex else real
-    return Pair(*(filled(part) if part else None for part in (number.real, number.imag)))
+    return Pair(*(fill(part) if part else None for part in (number.real, number.imag)))
 
 
 def _frequencies(call: PairCall) -> Node:
-    """The frequencies of a transform's values: as many as it says, so they are constant."""
-    value = call.known(call.node)
+    """Return the frequencies of a transform as a constant; their number is static."""
+    value = call.constant_value(call.node)
     if value is None:
         raise FormError("a dynamic number of frequencies")
     return call.constant((call.node.name,), lambda: value)
@@ -150,15 +150,15 @@ def _size(call: PairCall) -> Node:
     return call.emit(call.node.target, node, *call.node.args[1:])
 
 
-def _nothing(_: PairCall) -> None:
-    """The call checks what is known of a complex tensor since the export."""
+def _drop(_: PairCall) -> None:
+    """Drop an assertion on the metadata of a complex tensor."""
 
 
 # Arithmetic
 
 
-def _scaled(call: PairCall, name: str) -> Pair:
-    """The subtrahend or addend of that name, times ``alpha``."""
+def _scale_by_alpha(call: PairCall, name: str) -> Pair:
+    """Return the argument ``name``, times ``alpha``."""
     return call.multiply(call.pair(name), Pair.of_number(call.arguments.get("alpha", 1)))
 
 
@@ -169,7 +169,7 @@ def _divide(call: PairCall) -> Pair:
 
 
 def _magnitude(call: PairCall) -> Node:
-    """Squares of magnitudes, as of a spectrogram, become sums of squares."""
+    """``|x|``; ``|x| ** 2``, as in a spectrogram, becomes ``real ** 2 + imag ** 2``."""
     pair = call.pair("self")
     for user in list(call.node.users):
         is_power = user.target is ATEN.pow.Tensor_Scalar and user.args[1] == 2
@@ -180,8 +180,8 @@ def _magnitude(call: PairCall) -> Node:
 
 def _sign(call: PairCall) -> Pair:
     pair = call.pair("self")
-    length = call.nonzero(call.magnitude(pair))
-    return Pair(*(call.quotient(part, length) for part in pair.parts))
+    magnitude = call.nonzero(call.magnitude(pair))
+    return Pair(*(call.quotient(part, magnitude) for part in pair.parts))
 
 
 def _logarithm(call: PairCall) -> Pair:
@@ -196,8 +196,8 @@ def _power(call: PairCall) -> Pair:
     return call.power(call.pair("self"), exponent)
 
 
-def _by_addition(real: tuple[Any, Any], imag: tuple[Any, Any], sign: int = 1) -> OnPairs:
-    """Return a sine or cosine: each part is a function of the real times one of the imaginary part.
+def _addition_theorem(real: tuple[Any, Any], imag: tuple[Any, Any], sign: int = 1) -> OnPairs:
+    """Return a sine or cosine: both parts are ``f(real) * g(imag)``, by the addition theorem.
 
     Args:
         real: The two functions whose product is the real part.
@@ -206,7 +206,7 @@ def _by_addition(real: tuple[Any, Any], imag: tuple[Any, Any], sign: int = 1) ->
     """
 
     def apply(call: PairCall) -> Pair:
-        parts = call.whole(call.pair("self"))
+        parts = call.as_nodes(call.pair("self"))
         products = (
             call.product(*(call.emit(f, part) for f, part in zip(functions, parts, strict=True)))
             for functions in (real, imag)
@@ -219,7 +219,7 @@ def _by_addition(real: tuple[Any, Any], imag: tuple[Any, Any], sign: int = 1) ->
 
 def _equal(call: PairCall) -> Node:
     difference = call.combine(call.difference, call.pair("self"), call.pair("other"))
-    zero = (call.emit(ATEN.eq.Scalar, part, 0.0) for part in call.whole(difference))
+    zero = (call.emit(ATEN.eq.Scalar, part, 0.0) for part in call.as_nodes(difference))
     return call.emit(ATEN.logical_and.default, *zero)
 
 
@@ -227,7 +227,7 @@ def _equal(call: PairCall) -> Node:
 
 
 def _product(*names: str) -> OnPairs:
-    """Return a product that is linear in both operands, of these names."""
+    """Return a product that is linear in both named operands."""
 
     def apply(call: PairCall) -> Pair:
         a, b = (call.pair(name) for name in names)
@@ -271,9 +271,9 @@ def _einsum(call: PairCall) -> Pair:
 
 
 def _vector_norm(call: PairCall) -> Node:
-    length = call.magnitude(call.pair("self"))
+    magnitude = call.magnitude(call.pair("self"))
     keywords = {k: v for k, v in call.node.kwargs.items() if k != "dtype"}
-    return call.emit(call.node.target, length, *call.node.args[1:], **keywords)
+    return call.emit(call.node.target, magnitude, *call.node.args[1:], **keywords)
 
 
 _END = (1 << 63) - 1
@@ -282,7 +282,7 @@ _SIN_SINH = (ATEN.sin.default, ATEN.sinh.default)
 _COSH_SIN = (ATEN.cosh.default, ATEN.sin.default)
 _SINH_SIN = (ATEN.sinh.default, ATEN.sin.default)
 
-_ALIKE = """
+_APPLIED_TO_PARTS = """
 alias.default broadcast_to.default cat.default chunk.default
 constant_pad_nd.default cumsum.default diagonal.default expand.default
 expand_as.default fft_fftshift.default fft_ifftshift.default fill.Scalar flatten.using_ints
@@ -297,45 +297,48 @@ unbind.int unflatten.int unfold.default unsqueeze.default view.default where.Sca
 where.ScalarSelf where.self
 """
 
-_SAME = """
+_UNCHANGED = """
 clone.default contiguous.default detach.default lift_fresh_copy.default positive.default
 resolve_conj.default resolve_neg.default
 """
 
-_FILLED = """
+_FILLS = """
 empty.memory_format empty_like.default full.default full_like.default new_empty.default
 new_full.default new_ones.default new_zeros.default ones.default ones_like.default
 scalar_tensor.default zeros.default zeros_like.default
 """
 
 _ROWS: tuple[tuple[str, OnPairs], ...] = (
-    (_ALIKE, _alike),
-    (_SAME, _same),
-    ("copy.default", _copied),
-    (_FILLED, _filled),
+    (_APPLIED_TO_PARTS, _apply_to_parts),
+    (_UNCHANGED, _unchanged),
+    ("copy.default", _copy),
+    (_FILLS, _fill),
     ("complex.default", lambda c: Pair(c.arguments["real"], c.arguments["imag"])),
     ("polar.default", lambda c: c.polar(c.arguments["abs"], c.arguments["angle"])),
     ("view_as_complex.default", _view_as_complex),
     ("view_as_real.default", _view_as_real),
     ("view.dtype", _reinterpret),
-    ("real.default", lambda c: c.whole(c.pair("self"))[0]),
-    ("imag.default", lambda c: c.whole(c.pair("self"))[1]),
+    ("real.default", lambda c: c.as_nodes(c.pair("self"))[0]),
+    ("imag.default", lambda c: c.as_nodes(c.pair("self"))[1]),
     ("_to_copy.default to.dtype", _cast),
-    ("_assert_tensor_metadata.default", _nothing),
+    ("_assert_tensor_metadata.default", _drop),
     ("sym_size.int sym_numel.default", _size),
     ("neg.default _neg_view.default", lambda c: c.negative(c.pair("self"))),
     (
         "_conj.default _conj_physical.default conj_physical.default",
         lambda c: c.conjugate(c.pair("self")),
     ),
-    ("add.Tensor add.Scalar", lambda c: c.combine(c.sum, c.pair("self"), _scaled(c, "other"))),
+    (
+        "add.Tensor add.Scalar",
+        lambda c: c.combine(c.sum, c.pair("self"), _scale_by_alpha(c, "other")),
+    ),
     (
         "sub.Tensor sub.Scalar",
-        lambda c: c.combine(c.difference, c.pair("self"), _scaled(c, "other")),
+        lambda c: c.combine(c.difference, c.pair("self"), _scale_by_alpha(c, "other")),
     ),
     (
         "rsub.Tensor rsub.Scalar",
-        lambda c: c.combine(c.difference, c.pair("other"), _scaled(c, "self")),
+        lambda c: c.combine(c.difference, c.pair("other"), _scale_by_alpha(c, "self")),
     ),
     ("mul.Tensor mul.Scalar", lambda c: c.multiply(c.pair("self"), c.pair("other"))),
     ("div.Tensor div.Scalar div.Tensor_mode", _divide),
@@ -348,10 +351,10 @@ _ROWS: tuple[tuple[str, OnPairs], ...] = (
     ("sgn.default", _sign),
     ("exp.default", lambda c: c.exponential(c.pair("self"))),
     ("log.default", _logarithm),
-    ("sin.default", _by_addition((ATEN.sin.default, ATEN.cosh.default), _COS_SINH)),
-    ("cos.default", _by_addition((ATEN.cos.default, ATEN.cosh.default), _SIN_SINH, sign=-1)),
-    ("sinh.default", _by_addition((ATEN.sinh.default, ATEN.cos.default), _COSH_SIN)),
-    ("cosh.default", _by_addition((ATEN.cosh.default, ATEN.cos.default), _SINH_SIN)),
+    ("sin.default", _addition_theorem((ATEN.sin.default, ATEN.cosh.default), _COS_SINH)),
+    ("cos.default", _addition_theorem((ATEN.cos.default, ATEN.cosh.default), _SIN_SINH, sign=-1)),
+    ("sinh.default", _addition_theorem((ATEN.sinh.default, ATEN.cos.default), _COSH_SIN)),
+    ("cosh.default", _addition_theorem((ATEN.cosh.default, ATEN.cos.default), _SINH_SIN)),
     ("eq.Tensor eq.Scalar", _equal),
     ("ne.Tensor ne.Scalar", lambda c: c.emit(ATEN.logical_not.default, _equal(c))),
     ("linalg_vector_norm.default", _vector_norm),
@@ -375,4 +378,4 @@ _ROWS: tuple[tuple[str, OnPairs], ...] = (
 OPERATORS: Mapping[str, OnPairs] = MappingProxyType(
     {f"aten.{op}": function for ops, function in _ROWS for op in ops.split()} | {GETITEM: _item}
 )
-"""How each operator on complex numbers is made of operators on reals, by target name."""
+"""The rewrite of each operator on complex numbers, by target name."""

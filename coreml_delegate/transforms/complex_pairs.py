@@ -1,7 +1,7 @@
-"""Pairs of reals, which carry complex numbers in a graph, and arithmetic on them.
+"""Pairs of reals, which represent complex numbers in a graph, and arithmetic on them.
 
-A part of a pair is a node, or None, which stands for zero throughout: calls on it are not made, so
-that the transform of a real signal costs half of a complex one's. While a call is computed, a part
+A part of a pair is a node, or None for a tensor of zeros: no calls on it are emitted, so that the
+transform of a real signal costs half of that of a complex signal. While a call is rewritten, a part
 may also be a Python number.
 """
 
@@ -31,7 +31,7 @@ COMPONENTS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
         torch.complex128: torch.float64,
     }
 )
-"""The dtype of real and imaginary part of each complex dtype."""
+"""The dtype of the parts of each complex dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Pair:
     """A complex value.
 
     Attributes:
-        real: Real part. The parts of a value that is several tensors are several tensors, too.
+        real: Real part. If the value is a tuple of tensors, so are its parts.
         imag: Imaginary part.
     """
 
@@ -53,7 +53,7 @@ class Pair:
 
     @property
     def node(self) -> Node:
-        """A part that is a node: it has the shape, unless the other is to be broadcast with it."""
+        """The first part that is a node; it has the shape of the value, or broadcasts to it."""
         return next(part for part in self.parts if isinstance(part, Node))
 
     @classmethod
@@ -65,11 +65,11 @@ class Pair:
 
 
 class FormError(Exception):
-    """A form of a known operator that cannot be made of operators on reals.
+    """A form of a known operator that cannot be rewritten to operators on reals.
 
     Args:
-        text: Says which.
-        remedy: What the user can do; None for what helps with any operator.
+        text: The form.
+        remedy: What the user can do; None for the general remedy.
     """
 
     def __init__(self, text: str, remedy: str | None = None) -> None:
@@ -78,14 +78,14 @@ class FormError(Exception):
 
 
 class PairCall:
-    """A call on complex numbers, and the calls on reals that are made in its place.
+    """A call on complex numbers, with methods that emit calls on reals in its place.
 
     Args:
         node: The call.
         pairs: The complex values of the graph before it.
         constant: Adds a constant to the program, given a key, a function that computes the value
-            in fp64, and the dtype. Equal keys are one constant.
-        known: Returns the value of a node that is computed from constants alone, None for others.
+            in fp64, and the dtype. Equal keys share a constant.
+        constant_value: Returns the value of a node computed only from constants, else None.
     """
 
     def __init__(
@@ -93,23 +93,23 @@ class PairCall:
         node: Node,
         pairs: Mapping[Node, Pair],
         constant: Callable[[tuple[Any, ...], Callable[[], torch.Tensor], torch.dtype], Node],
-        known: Callable[[Node], torch.Tensor | None],
+        constant_value: Callable[[Node], torch.Tensor | None],
     ) -> None:
         self.node = node
         self.pairs = pairs
         self.arguments: dict[str, Any] = dict(OpCall.of(node).arguments)
         self._constant = constant
-        self.known = known
+        self.constant_value = constant_value
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the parts: that of the first operand's, or else of the result's."""
-        found = [v.dtype for n in self.node.all_input_nodes if (v := value_of(n)).is_complex()]
-        dtype = (found or [value_of(self.node).dtype])[0]
+        """Dtype of the parts of the first complex operand, or else of the result."""
+        dtypes = [v.dtype for n in self.node.all_input_nodes if (v := value_of(n)).is_complex()]
+        dtype = (dtypes or [value_of(self.node).dtype])[0]
         return COMPONENTS.get(dtype, dtype)
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Insert a call before the complex one."""
+        """Insert a call before the complex call."""
         if target is not operator.getitem:
             return insert(self.node, target, *args, **kwargs)
         with self.node.graph.inserting_before(self.node):
@@ -124,7 +124,7 @@ class PairCall:
     # Operands
 
     def pair(self, operand: Any) -> Pair:
-        """Return an argument as a pair, given by name or as it is in the graph."""
+        """Return an operand, or the argument of that name, as a pair."""
         value = self.arguments[operand] if isinstance(operand, str) else operand
         if isinstance(value, Node):
             return self.pairs.get(value) or Pair(value)
@@ -134,8 +134,8 @@ class PairCall:
         """Return zeros of the shape and dtype of a node, or of each tensor of a list."""
         return self.emit(ATEN.full_like.default, like, 0.0)
 
-    def whole(self, pair: Pair) -> tuple[Node, Node]:
-        """Return the parts of a pair as nodes, at least one of which is one."""
+    def as_nodes(self, pair: Pair) -> tuple[Node, Node]:
+        """Return both parts as nodes; at least one part is a node already."""
         like = pair.node
         real, imag = (
             part if isinstance(part, Node) else self.emit(ATEN.full_like.default, like, part or 0.0)
@@ -144,7 +144,7 @@ class PairCall:
         return real, imag
 
     def sizes(self, node: Node) -> list[Any]:
-        """Return the sizes of a node as arguments of calls; dynamic ones are computed."""
+        """Return the sizes of a node, ``sym_size`` calls for dynamic sizes."""
         return [
             size if isinstance(size, int) else self.emit(ATEN.sym_size.int, node, dim)
             for dim, size in enumerate(value_of(node).shape)
@@ -196,10 +196,10 @@ class PairCall:
     # Arithmetic on pairs
 
     def bilinear(self, f: Callable[[Part, Part], Part], a: Pair, b: Pair) -> Pair:
-        """Return a product of complex values, given that of reals."""
+        """Return ``f(a, b)`` of complex values, for a bilinear ``f`` of reals."""
 
-        def product(left: Part, right: Part) -> Part:
-            return None if left is None or right is None else f(left, right)
+        def product(x: Part, y: Part) -> Part:
+            return None if x is None or y is None else f(x, y)
 
         return Pair(
             self.difference(product(a.real, b.real), product(a.imag, b.imag)),
@@ -211,10 +211,12 @@ class PairCall:
         return self.bilinear(self.product, a, b)
 
     def combine(self, f: Callable[[Part, Part], Part], a: Pair, b: Pair) -> Pair:
-        """Return a sum or difference. Parts that are zero throughout may have to be broadcast."""
+        """Return a sum or difference; missing parts become zeros if shapes differ."""
         nodes = [x.node for x in (a, b) if any(isinstance(part, Node) for part in x.parts)]
         if len({tuple(value_of(node).shape) for node in nodes}) > 1:
-            a, b = (Pair(*self.whole(x)) if x.imag is None or x.real is None else x for x in (a, b))
+            a, b = (
+                Pair(*self.as_nodes(x)) if x.imag is None or x.real is None else x for x in (a, b)
+            )
         return Pair(f(a.real, b.real), f(a.imag, b.imag))
 
     def negative(self, a: Pair) -> Pair:
@@ -230,30 +232,30 @@ class PairCall:
         return self.sum(self.product(a.real, a.real), self.product(a.imag, a.imag))
 
     def magnitude(self, a: Pair) -> Node:
-        """Return ``|a|``, without squares of the larger part, which fp16 ends at 255 for."""
+        """Return ``|a| = m * sqrt(1 + (n / m) ** 2)``: squares from 256 on would overflow fp16."""
         if a.imag is None or a.real is None:
             return self.emit(ATEN.abs.default, a.node)
-        sides = [self.emit(ATEN.abs.default, part) for part in self.whole(a)]
-        long = self.emit(ATEN.maximum.default, *sides)
-        ratio = self.quotient(self.emit(ATEN.minimum.default, *sides), self.nonzero(long))
+        magnitudes = [self.emit(ATEN.abs.default, part) for part in self.as_nodes(a)]
+        longer = self.emit(ATEN.maximum.default, *magnitudes)
+        ratio = self.quotient(self.emit(ATEN.minimum.default, *magnitudes), self.nonzero(longer))
         root = self.emit(ATEN.sqrt.default, self.sum(self.product(ratio, ratio), 1.0))
-        return self.emit(ATEN.mul.Tensor, long, root)
+        return self.emit(ATEN.mul.Tensor, longer, root)
 
     def nonzero(self, length: Node) -> Node:
         """Return ``length`` with 1 in place of 0, to divide by."""
-        nowhere = self.emit(ATEN.eq.Scalar, length, 0.0)
-        number = self.emit(ATEN._to_copy.default, nowhere, dtype=value_of(length).dtype)
-        return self.emit(ATEN.add.Tensor, length, number)
+        is_zero = self.emit(ATEN.eq.Scalar, length, 0.0)
+        one_where_zero = self.emit(ATEN._to_copy.default, is_zero, dtype=value_of(length).dtype)
+        return self.emit(ATEN.add.Tensor, length, one_where_zero)
 
     def divide(self, a: Pair, b: Pair) -> Pair:
-        """Return ``a / b``. The divisor is scaled, for fp16 may not have its square."""
+        """Return ``a / b``. The divisor is scaled, so that its square does not overflow fp16."""
         if b.imag is None:
             return Pair(*(self.quotient(part, b.real) for part in a.parts))
         if not any(isinstance(part, Node) for part in b.parts):
             inverse = 1 / complex(float(b.real or 0), float(b.imag))  # pyright: ignore[reportArgumentType]
             return self.multiply(a, Pair.of_number(inverse))
-        sides = [self.emit(ATEN.abs.default, part) for part in self.whole(b)]
-        scale = self.emit(ATEN.maximum.default, *sides)
+        magnitudes = [self.emit(ATEN.abs.default, part) for part in self.as_nodes(b)]
+        scale = self.emit(ATEN.maximum.default, *magnitudes)
         real, imag = (self.quotient(part, scale) for part in b.parts)
         scaled = Pair(real, imag)
         inverse = self.quotient(1.0, self.product(self.norm(scaled), scale))
@@ -262,15 +264,15 @@ class PairCall:
 
     def angle(self, a: Pair) -> Node:
         """Return the angle, from -pi to pi."""
-        real, imag = self.whole(a)
+        real, imag = self.as_nodes(a)
         return self.emit(ATEN.atan2.default, imag, real)
 
     def polar(self, length: Part, angle: Part) -> Pair:
         """Return ``length * exp(1j * angle)``."""
         if angle is None:
             return Pair(length)
-        turns = (self.emit(f, angle) for f in (ATEN.cos.default, ATEN.sin.default))
-        return Pair(*(self.product(length, turn) for turn in turns))
+        factors = (self.emit(f, angle) for f in (ATEN.cos.default, ATEN.sin.default))
+        return Pair(*(self.product(length, factor) for factor in factors))
 
     def exponential(self, a: Pair) -> Pair:
         """Return ``exp(a)``."""
@@ -278,49 +280,49 @@ class PairCall:
         return self.polar(length, a.imag)
 
     def power(self, a: Pair, exponent: float) -> Pair:
-        """Return ``a ** exponent``, by the principal value; whole small powers are products."""
-        if exponent in _WHOLE_POWERS:
+        """Return the principal value of ``a ** exponent``; powers 1 to 4 are products."""
+        if exponent in _PRODUCT_POWERS:
             return reduce(self.multiply, [a] * int(exponent))
         length = self.emit(ATEN.pow.Tensor_Scalar, self.magnitude(a), exponent)
         return self.polar(length, self.emit(ATEN.mul.Tensor, self.angle(a), exponent))
 
-    # Parts alike
+    # Ops applied to each part
 
-    def each(self, target: Any, data: Callable[[str], bool]) -> Pair:
-        """Return an op that treats both parts alike.
+    def map_parts(self, target: Any, data: Callable[[str], bool]) -> Pair:
+        """Apply an op to each part.
 
         Args:
             target: The op, with the arguments of the complex call.
-            data: Whether the argument of that name has values, not positions or sizes.
+            data: Whether the argument of a name has values, not positions or sizes.
         """
         names = [a.name for a in target._schema.arguments]
-        given = dict(zip(names, self.node.args, strict=False)) | dict(self.node.kwargs)
-        operands = [v for name, v in given.items() if data(name) for v in _flat(v)]
+        arguments = dict(zip(names, self.node.args, strict=False)) | dict(self.node.kwargs)
+        operands = [v for name, v in arguments.items() if data(name) for v in _flat(v)]
         pairs = [self.pair(v) for v in operands if v is not None]
 
         def call(part: int) -> Node:
-            def replaced(name: str, value: Any) -> Any:
+            def replace(name: str, value: Any) -> Any:
                 if isinstance(value, torch.dtype):
                     return COMPONENTS.get(value, value)
                 if isinstance(value, list | tuple):
-                    return [replaced(name, v) for v in value]
+                    return [replace(name, v) for v in value]
                 if value is None or not data(name):
                     return value
                 pair = self.pair(value)
-                chosen = pair.parts[part]
-                if chosen is None:
+                component = pair.parts[part]
+                if component is None:
                     return self.zeros(pair.node) if isinstance(value, Node) else 0.0
-                return chosen
+                return component
 
-            args = [replaced(n, v) for n, v in zip(names, self.node.args, strict=False)]
-            kwargs = {n: replaced(n, v) for n, v in self.node.kwargs.items()}
+            args = [replace(n, v) for n, v in zip(names, self.node.args, strict=False)]
+            kwargs = {n: replace(n, v) for n, v in self.node.kwargs.items()}
             return self.emit(target, *args, **kwargs)
 
         is_zero = [all(pair.parts[part] is None for pair in pairs) for part in (0, 1)]
         return Pair(*(None if zero else call(part) for part, zero in enumerate(is_zero)))
 
 
-_WHOLE_POWERS = frozenset({1, 2, 3, 4})
+_PRODUCT_POWERS = frozenset({1, 2, 3, 4})
 
 
 def _flat(value: Any) -> list[Any]:

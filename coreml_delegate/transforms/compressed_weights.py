@@ -1,7 +1,7 @@
 """Rewrites of programs with compressed weights that ExecuTorch needs.
 
-ExecuTorch has no kernel for the op that dequantizes weights compressed by ``quantize_``. Calls that
-stay out of Core ML are therefore decomposed into ops that it has kernels for.
+ExecuTorch has no kernel for the op that dequantizes weights compressed by ``quantize_``.
+Undelegated calls are therefore decomposed into ops with kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ATEN: Any = torch.ops.aten
 
 
 def unwrap_tensor_subclasses(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with the tensors inside tensor subclasses as parameters of their own.
+    """Return ``program`` with the inner tensors of tensor subclasses as separate parameters.
 
     Args:
         program: In ATen dialect; it is not changed.
@@ -37,27 +37,27 @@ def unwrap_tensor_subclasses(program: ExportedProgram) -> ExportedProgram:
 
 
 def dequantize_per_use(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with a dequantizing call for each use of dequantized weights.
+    """Return ``program`` with one dequantizing call per use of dequantized weights.
 
-    If several partitions use them, each then has the compressed weights as a constant.
+    Each partition that uses them then has the compressed weights as a constant.
 
     Args:
         program: In ATen dialect, unwrapped; it is not changed.
     """
-    if not _reused(program):
+    if not _reused_calls(program):
         return program
     copied = program.run_decompositions({})
-    for node in _reused(copied):
-        _, *others = node.users
-        for user in others:
+    for node in _reused_calls(copied):
+        _, *later_users = node.users
+        for user in later_users:
             with node.graph.inserting_before(node):
-                again = node.graph.node_copy(node)
-            user.replace_input_with(node, again)
+                copy_of_call = node.graph.node_copy(node)
+            user.replace_input_with(node, copy_of_call)
     # The arguments of the copied calls may be dequantized themselves.
     return dequantize_per_use(copied)
 
 
-def _reused(program: ExportedProgram) -> list[Node]:
+def _reused_calls(program: ExportedProgram) -> list[Node]:
     constants = stored_nodes(program)
     calls = (node for node in program.graph.nodes if node.op == "call_function")
     return [node for node in calls if len(node.users) > 1 and is_derived(node, constants)]
@@ -70,16 +70,16 @@ def decompose_undelegated_dequantize(
     veto: Callable[[Node], Reason | None],
     constants_inside: bool = True,
 ) -> ExportedProgram:
-    """Return ``program`` with every ``dequantize_affine`` that Core ML refuses in plain arithmetic.
+    """Return ``program`` with every refused ``dequantize_affine`` decomposed into arithmetic.
 
     Args:
         program: In ATen dialect, unwrapped; it is not changed.
         target: Opset of the deployment target, or None.
         veto: Returns the reason to keep a call out of Core ML, or None.
-        constants_inside: Whether Core ML is given the program's constants.
+        constants_inside: Whether the Core ML model has the program's constants.
 
     Raises:
-        OptionError: Only the deployment target keeps Core ML from taking a call.
+        OptionError: Core ML refuses a call only because of the deployment target.
     """
     refused = _refused(program, target, veto, constants_inside)
     require_target(refused)
@@ -109,10 +109,10 @@ def require_target(refused: Mapping[Node, Reason]) -> None:
     }
     if not too_old:
         return
-    found = dict.fromkeys(f"{reason} ({reason.remedy})" for reason in too_old.values())
+    reasons = dict.fromkeys(f"{reason} ({reason.remedy})" for reason in too_old.values())
     raise OptionError(
         "the deployment target is too low for the model's compressed weights",
-        got="; ".join(found),
+        got="; ".join(reasons),
         remedy="Pass compile_specs=CoreMLBackend.generate_compile_specs("
         "minimum_deployment_target=ct.target.iOS18) to CoreMLPartitioner, or no target: the "
         "smallest that the model needs is demanded then",
@@ -134,19 +134,21 @@ def _refused(
 def _decompose(node: Node) -> None:
     """Replace a call by ``scale * (input - zero_point)``, with dimensions split into blocks."""
     arguments, shape = arguments_of(node), shape_of(node)
-    count = blocks(torch.Size(shape), list(arguments["block_size"]))
-    if count is None:
+    block_counts = blocks(torch.Size(shape), list(arguments["block_size"]))
+    if block_counts is None:
         return  # torch cannot compute such blocks either
-    split = [n for whole, many in zip(shape, count, strict=True) for n in (many, whole // many)]
-    along = [n for many in count for n in (many, 1)]
+    split_shape = [
+        n for size, count in zip(shape, block_counts, strict=True) for n in (count, size // count)
+    ]
+    scale_shape = [n for count in block_counts for n in (count, 1)]
 
     def floats(name: str, sizes: list[int]) -> Node:
         cast = insert(node, _ATEN._to_copy.default, arguments[name], dtype=torch.float32)
         return insert(node, _ATEN.view.default, cast, sizes)
 
-    values = floats("input", split)
+    values = floats("input", split_shape)
     if arguments["zero_point"] is not None:
-        values = insert(node, _ATEN.sub.Tensor, values, floats("zero_point", along))
-    values = insert(node, _ATEN.mul.Tensor, values, floats("scale", along))
+        values = insert(node, _ATEN.sub.Tensor, values, floats("zero_point", scale_shape))
+    values = insert(node, _ATEN.mul.Tensor, values, floats("scale", scale_shape))
     values = insert(node, _ATEN.view.default, values, shape)
     become(node, _ATEN._to_copy.default, values, dtype=value_of(node).dtype)

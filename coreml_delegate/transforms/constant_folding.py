@@ -1,16 +1,16 @@
-"""Constant folding: PyTorch computes what Core ML cannot, where it depends on constants alone.
+"""Constant folding: PyTorch computes calls on constants that Core ML cannot compute.
 
-A call is known if its arguments are: constants of the program, or results of known calls. Known
+A call is known if all its arguments are constants of the program or results of known calls. Known
 calls are computed, once and in the dtypes of the program, if
 
 - Core ML does not take them, whatever the op: resized tables, windows, linear algebra, fp64; or
-- their result has to be a constant, as the weight of a convolution that ``weight_norm`` makes.
+- their result has to be a constant, as a convolution weight computed by ``weight_norm``.
 
-So are the known calls that these depend on, and those behind whose result is not larger than the
-folded values it is made of. All others stay calls, which coremltools folds as it sees fit.
+Their known producers are folded too, and known users whose result is not larger than their folded
+arguments. Other known calls stay in the graph, where coremltools may fold them.
 
-Random numbers, states, dynamic sizes and quantized values are not folded: Core ML stores what is
-quantized, and dequantizes it itself.
+Random numbers, states, dynamic sizes and quantized values are not folded: Core ML stores quantized
+values, and dequantizes them itself.
 """
 
 from __future__ import annotations
@@ -40,78 +40,78 @@ from coreml_delegate.ops.integer_ranges import WideIntegers
 _logger = logging.getLogger(__name__)
 
 _PREFIX = "coreml_delegate_folded"
-_NOTABLE = 10**6
-_LARGEST = 10**8
-"""Bytes by which one folded value may make a program larger: beyond the first it is told."""
+_NOTED_GROWTH = 10**6
+_MAX_GROWTH = 10**8
+"""Bytes by which one folded value enlarges a program: logged and refused limit."""
 
-_LARGER = "%s depends on constants alone: its value makes the program %.1f MB larger"
+_LARGER = "%s depends only on constants: its value makes the program %.1f MB larger"
 
 _QUANTIZED = frozenset({"coreml_delegate", "quant", "quantized", "quantized_decomposed", "torchao"})
 _CHECKS = frozenset({"aten._assert_tensor_metadata.default"})
 _FRESH = frozenset({"aten.detach_.default", "aten.lift_fresh_copy.default"})
-"""Operators that ``torch.export`` puts behind a literal."""
+"""Operators that ``torch.export`` applies to a literal."""
 
 RefusedCalls = Callable[[Sequence[Node], ExportedProgram], Collection[Node]]
-"""Returns those of known calls that Core ML does not take, each by itself."""
+"""Returns the known calls that Core ML does not take, judged one by one."""
 
 
 def fold_constants(
     program: ExportedProgram, refused: RefusedCalls, inputs: Inputs = NO_INPUTS
 ) -> ExportedProgram:
-    """Return ``program`` with known calls computed that Core ML cannot compute.
+    """Return ``program`` with known calls folded that Core ML cannot compute.
 
     Args:
         program: In ATen dialect, with its real state; it is not changed.
         refused: See ``RefusedCalls``.
-        inputs: Those that are constants, of a branch.
+        inputs: The constant inputs, if the program is a branch.
     """
-    known = _known_calls(program, inputs)
-    if not any(map(_is_mutable, known)) and not _wanted(program, known, refused):
+    known_nodes = _known_calls(program, inputs)
+    if not any(map(_is_mutable, known_nodes)) and not _calls_to_fold(program, known_nodes, refused):
         return program
     functional = program.run_decompositions({})
-    known = _known_calls(functional, inputs)
-    wanted = _wanted(functional, known, refused)
-    if not wanted:
+    known_nodes = _known_calls(functional, inputs)
+    needed_nodes = _calls_to_fold(functional, known_nodes, refused)
+    if not needed_nodes:
         return program
-    fold = _Fold.of(_values(functional, inputs), known, wanted)
-    if not fold.results and not fold.left:
+    fold = _Fold.of(_known_tensors(functional, inputs), known_nodes, needed_nodes)
+    if not fold.results and not fold.unfolded:
         return program
     _apply(functional, fold)
     return functional
 
 
-# Known
+# Known calls
 
 
 def _known_calls(program: ExportedProgram, inputs: Inputs) -> list[Node]:
-    """Return the calls that depend only on constants with known values, in graph order."""
-    known, codes = set(_values(program, inputs)), _codes(program)
+    """Return the calls that depend only on constants with values, in graph order."""
+    known_nodes, unpacking = set(_known_tensors(program, inputs)), _unpacking_calls(program)
     calls: list[Node] = []
     for node in program.graph.nodes:
-        if node in codes or not _is_computable(node):
+        if node in unpacking or not _is_computable(node):
             continue
-        if known.issuperset(node.all_input_nodes):
-            known.add(node)
+        if known_nodes.issuperset(node.all_input_nodes):
+            known_nodes.add(node)
             calls.append(node)
     return calls
 
 
-def _codes(program: ExportedProgram) -> set[Node]:
+def _unpacking_calls(program: ExportedProgram) -> set[Node]:
     """Return the calls that unpack or widen the integers of compressed weights."""
-    codes: set[Node] = set()
+    unpacking: set[Node] = set()
     for node in reversed(program.graph.nodes):
         results = list(tensors_of(node.meta.get("val"))) if node.op == "call_function" else []
         are_integers = results and not any(tensor.is_floating_point() for tensor in results)
-        if are_integers and any(user in codes or _is_quantized(user) for user in node.users):
-            codes.add(node)
-    return codes
+        if are_integers and any(user in unpacking or _is_quantized(user) for user in node.users):
+            unpacking.add(node)
+    return unpacking
 
 
 def _is_quantized(node: Node) -> bool:
     return target_name(node.target).partition(".")[0] in _QUANTIZED
 
 
-def _values(program: ExportedProgram, inputs: Inputs) -> dict[Node, Any]:
+def _known_tensors(program: ExportedProgram, inputs: Inputs) -> dict[Node, Any]:
     return {
         node: value
         for node, value in known_values(program, inputs).items()
@@ -122,7 +122,7 @@ def _values(program: ExportedProgram, inputs: Inputs) -> dict[Node, Any]:
 
 
 def _is_computable(node: Node) -> bool:
-    """Return whether the result of a call follows from its arguments, and may be stored."""
+    """Return whether a call is deterministic, and its result may be stored."""
     if node.op != "call_function":
         return False
     results = list(tensors_of(node.meta.get("val")))
@@ -153,23 +153,25 @@ def _is_mutable(node: Node) -> bool:
     )
 
 
-# Wanted
+# Calls to fold
 
 
-def _wanted(
-    program: ExportedProgram, known: Sequence[Node], refused: RefusedCalls
+def _calls_to_fold(
+    program: ExportedProgram, calls: Sequence[Node], refused: RefusedCalls
 ) -> Collection[Node]:
     """Return the known calls that Core ML cannot compute, or that have to be constants."""
-    if not known:
+    if not calls:
         return ()
-    judged = [node for node in known if target_name(node.target) not in _FRESH | {GETITEM}]
-    among = set(known)
-    demanded = {argument for node in program.graph.nodes for argument in _demanded(node)}
+    checked = [node for node in calls if target_name(node.target) not in _FRESH | {GETITEM}]
+    call_set = set(calls)
+    must_be_constant = {
+        argument for node in program.graph.nodes for argument in _constant_arguments(node)
+    }
     wide = WideIntegers().obstacles(program)
-    return {*refused(judged, program), *(demanded & among), *(wide.keys() & among)}
+    return {*refused(checked, program), *(must_be_constant & call_set), *(wide.keys() & call_set)}
 
 
-def _demanded(node: Node) -> Iterator[Node]:
+def _constant_arguments(node: Node) -> Iterator[Node]:
     """Yield the arguments of a call that have to be constants."""
     rule = record_of(target_name(node.target)) if node.op == "call_function" else None
     names = [c.name for c in rule.constraints if isinstance(c, IsConstant)] if rule else []
@@ -179,62 +181,62 @@ def _demanded(node: Node) -> Iterator[Node]:
             yield argument
 
 
-# Folded
+# Folding
 
 
 @dataclass(slots=True)
 class _Fold:
-    """The calls that one folding computes.
+    """The folded calls of a program.
 
     Attributes:
-        calls: All of them.
-        results: The value of each call that something else uses, or an output is.
-        growths: By how many bytes each result makes the program larger.
-        left: The calls that are not folded though Core ML cannot compute them, and why.
+        calls: All folded calls.
+        results: The values of the calls with users outside, or that are outputs.
+        growths: Growth of the program by each result, in bytes.
+        unfolded: Calls that are not folded though Core ML cannot compute them, and why.
     """
 
     calls: Collection[Node] = ()
     results: Mapping[Node, torch.Tensor] = field(default_factory=dict)
     growths: Mapping[Node, int] = field(default_factory=dict)
-    left: dict[Node, str] = field(default_factory=dict)
+    unfolded: dict[Node, str] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, values: Mapping[Node, Any], known: Sequence[Node], wanted: Collection[Node]
+        cls, values: Mapping[Node, Any], calls: Sequence[Node], needed_nodes: Collection[Node]
     ) -> _Fold:
-        """Return the largest fold whose values can be computed, and are not too large."""
+        """Return the largest fold of computable values below the growth limit."""
         fold = cls()
         while True:
-            fold._choose(known, wanted)
-            too_large = {n: grown for n, grown in fold.growths.items() if grown > _LARGEST}
+            fold._choose(calls, needed_nodes)
+            too_large = {n: growth for n, growth in fold.growths.items() if growth > _MAX_GROWTH}
             if not too_large and fold._compute(dict(values)):
                 return fold
-            for node, grown in too_large.items():
-                fold.left[node] = (
-                    f"it depends on constants alone, but would make the program "
-                    f"{grown / 1e6:.1f} MB larger, and at most {_LARGEST // 10**6} MB are folded"
+            for node, growth in too_large.items():
+                fold.unfolded[node] = (
+                    f"it depends only on constants, but would make the program "
+                    f"{growth / 1e6:.1f} MB larger, at most {_MAX_GROWTH // 10**6} MB are folded"
                 )
 
-    def _choose(self, known: Sequence[Node], wanted: Collection[Node]) -> None:
-        left: set[Node] = set()  # calls that are left, and what depends on them
-        for node in known:
-            if node in self.left or not left.isdisjoint(node.all_input_nodes):
-                left.add(node)
-        possible = dict.fromkeys(node for node in known if node not in left)
-        chosen = {node for node in possible if node in wanted}
-        for node in reversed(possible):
-            if node in chosen:
-                chosen.update(source for source in node.all_input_nodes if source in possible)
-        for node in possible:
-            sources = chosen.intersection(node.all_input_nodes)
+    def _choose(self, calls: Sequence[Node], needed_nodes: Collection[Node]) -> None:
+        unfoldable: set[Node] = set()  # unfolded calls, and calls that depend on them
+        for node in calls:
+            if node in self.unfolded or not unfoldable.isdisjoint(node.all_input_nodes):
+                unfoldable.add(node)
+        foldable = dict.fromkeys(node for node in calls if node not in unfoldable)
+        folded = {node for node in foldable if node in needed_nodes}
+        for node in reversed(foldable):
+            if node in folded:
+                folded.update(source for source in node.all_input_nodes if source in foldable)
+        for node in foldable:
+            sources = folded.intersection(node.all_input_nodes)
             if sources and bytes_of(node) <= sum(map(bytes_of, sources)):
-                chosen |= _sources(node, possible)
-        self.calls = {node: None for node in possible if node in chosen}.keys()
+                folded |= _dependencies(node, foldable)
+        self.calls = {node: None for node in foldable if node in folded}.keys()
         self.growths = dict(self._growths())
 
     def _growths(self) -> Iterator[tuple[Node, int]]:
-        """Yield the calls with users outside, each with the bytes that its value adds."""
-        freed = {
+        """Yield the calls with users outside the fold, and the bytes that their values add."""
+        unused_constants = {
             source
             for call in self.calls
             for source in call.all_input_nodes
@@ -242,16 +244,18 @@ class _Fold:
         }
         for node in self.calls:
             if not all(map(self._is_inside, node.users)):
-                replaced = {n for call in _sources(node, self.calls) for n in call.all_input_nodes}
-                replaced &= freed
-                freed -= replaced
-                yield node, bytes_of(node) - sum(map(bytes_of, replaced))
+                folded_constants = {
+                    n for call in _dependencies(node, self.calls) for n in call.all_input_nodes
+                }
+                folded_constants &= unused_constants
+                unused_constants -= folded_constants
+                yield node, bytes_of(node) - sum(map(bytes_of, folded_constants))
 
     def _is_inside(self, user: Node) -> bool:
         return user in self.calls or _is_check(user)
 
     def _compute(self, values: dict[Node, Any]) -> bool:
-        """Compute the results; return whether PyTorch could."""
+        """Compute the results; return whether PyTorch succeeded."""
         for node in self.calls:
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             target: Any = node.target
@@ -260,7 +264,7 @@ class _Fold:
                     values[node] = target(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - any kernel may fail, with any error
                 text = str(error).partition("\n")[0]
-                self.left[node] = f"it depends on constants alone, but PyTorch fails: {text}"
+                self.unfolded[node] = f"it depends only on constants, but PyTorch fails: {text}"
                 return False
             if target_name(target).startswith(("aten.empty", "aten.new_empty")):
                 values[node].zero_()  # equal programs give equal bytes
@@ -272,8 +276,8 @@ def _is_check(user: Node) -> bool:
     return target_name(user.target) in _CHECKS
 
 
-def _sources(node: Node, among: Collection[Node]) -> set[Node]:
-    """Return a call and the calls of ``among`` that it depends on."""
+def _dependencies(node: Node, among: Collection[Node]) -> set[Node]:
+    """Return a call and its dependencies in ``among``."""
     sources, pending = {node}, [node]
     while pending:
         new = {n for n in pending.pop().all_input_nodes if n in among} - sources
@@ -283,9 +287,9 @@ def _sources(node: Node, among: Collection[Node]) -> set[Node]:
 
 
 def _apply(program: ExportedProgram, fold: _Fold) -> None:
-    """Put constants in place of the results, and remove what nothing else uses."""
+    """Replace results by constants, and remove unused nodes and constants."""
     sources = {source for call in fold.calls for source in call.all_input_nodes}
-    for node, text in fold.left.items():
+    for node, text in fold.unfolded.items():
         node.meta["custom"] = {**(node.meta.get("custom") or {}), NOT_FOLDED: text}
         _logger.info("%s is not folded: %s", node.name, text)
     for node, value in fold.results.items():
@@ -295,9 +299,9 @@ def _apply(program: ExportedProgram, fold: _Fold) -> None:
         for user in users:
             if user.op != "output":
                 user.replace_input_with(node, constant)
-        if any(user.op == "output" for user in users):  # which the signature names
+        if any(user.op == "output" for user in users):  # the signature names outputs
             become(node, torch.ops.aten.clone.default, constant)
-        if fold.growths[node] > _NOTABLE:
+        if fold.growths[node] > _NOTED_GROWTH:
             note_fold(constant, fold.growths[node])
             _logger.warning(_LARGER, node.name, fold.growths[node] / 1e6)
     for node in fold.calls:
@@ -315,7 +319,7 @@ def _unused_name(program: ExportedProgram, name: str) -> str:
 
 
 def _remove_unused(program: ExportedProgram, sources: Collection[Node]) -> None:
-    """Remove those parameters, buffers and literals among ``sources`` that have no users left."""
+    """Remove parameters, buffers and literals among ``sources`` without users."""
     specs = program.graph_signature.input_specs
     state: dict[str, Any] = program.state_dict
     unused = {node.name: node for node in sources if node.op == "placeholder" and not node.users}

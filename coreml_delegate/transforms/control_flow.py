@@ -1,7 +1,7 @@
-"""Control flow that goes into Core ML as a whole: see ``control_flow``.
+"""Control flow that Core ML takes, with its branches: see ``control_flow``.
 
-A call of a higher-order op becomes one of our own if Core ML takes every call of its branches. Any
-other stays as it is, for ExecuTorch.
+A call of a higher-order op is replaced by a placeholder op if Core ML takes every call of its
+branches. Other calls stay for ExecuTorch.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _HIGHER: Any = torch.ops.higher_order
 _LIFT: Any = torch.ops.aten.lift_fresh_copy.default
 
 Lowered = ExportedProgram | Reason
-"""A branch of which Core ML takes every call, or why it does not."""
+"""A branch that Core ML takes with every call, or the reason why not."""
 
 LowerBranch = Callable[[ExportedProgram, Inputs], Lowered]
 """Lowers a branch, given the constants among its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """A call of a higher-order op, in parts.
+class _CallParts:
+    """The parts of a call of a higher-order op.
 
     Attributes:
-        graphs: Branches, by their ``get_attr`` nodes.
-        arguments: Other arguments, as the op of our own has them.
-        inputs: Values that each branch is called with. Of a sequence it is a row.
-        rows: How many of them, and where they begin, are rows.
+        graphs: ``get_attr`` nodes of the branches.
+        arguments: Other arguments, as the placeholder op takes them.
+        inputs: Inputs of each branch; a sequence stands for its rows.
+        rows: Positions of the sequences among the inputs.
     """
 
     graphs: tuple[Node, ...]
@@ -59,29 +59,29 @@ class _Form:
     rows: range = range(0)
 
 
-def _cond(condition: Any, then: Node, otherwise: Node, operands: Sequence[Any] = ()) -> _Form:
-    return _Form((then, otherwise), (condition, list(operands)), tuple(operands))
+def _cond(condition: Any, then: Node, otherwise: Node, operands: Sequence[Any] = ()) -> _CallParts:
+    return _CallParts((then, otherwise), (condition, list(operands)), tuple(operands))
 
 
 def _while_loop(
     goes_on: Node, body: Node, carry: Sequence[Any], operands: Sequence[Any] = ()
-) -> _Form:
-    return _Form((goes_on, body), (list(carry), list(operands)), (*carry, *operands))
+) -> _CallParts:
+    return _CallParts((goes_on, body), (list(carry), list(operands)), (*carry, *operands))
 
 
 def _scan(
     step: Node, carry: Sequence[Any], sequences: Sequence[Any], operands: Sequence[Any] = ()
-) -> _Form:
+) -> _CallParts:
     rows = range(len(carry), len(carry) + len(sequences))
     arguments = (list(carry), list(sequences), list(operands))
-    return _Form((step,), arguments, (*carry, *sequences, *operands), rows)
+    return _CallParts((step,), arguments, (*carry, *sequences, *operands), rows)
 
 
-def _map(step: Node, sequences: Sequence[Any], operands: Sequence[Any] = ()) -> _Form:
+def _map(step: Node, sequences: Sequence[Any], operands: Sequence[Any] = ()) -> _CallParts:
     return _scan(step, (), sequences, operands)
 
 
-_FORMS: Mapping[Any, tuple[Any, Callable[..., _Form]]] = MappingProxyType(
+_HIGHER_ORDER_OPS: Mapping[Any, tuple[Any, Callable[..., _CallParts]]] = MappingProxyType(
     {
         _HIGHER.cond: (COND, _cond),
         _HIGHER.while_loop: (WHILE_LOOP, _while_loop),
@@ -97,78 +97,78 @@ def protect_control_flow(
     veto: Callable[[Node], Reason | None],
     inputs: Inputs = NO_INPUTS,
 ) -> ExportedProgram:
-    """Return ``program`` with ops of our own for the control flow that Core ML takes.
+    """Return ``program`` with placeholder ops for the control flow that Core ML takes.
 
     Args:
         program: In ATen dialect; it is not changed.
         lower: Lowers a branch.
         veto: Returns the reason to keep a call out of Core ML, or None.
-        inputs: Those that are constants, if the program is a branch itself.
+        inputs: The constant inputs, if the program is a branch itself.
 
     Raises:
-        UnsupportedOperatorError: Core ML takes no call of an op that ExecuTorch has not.
+        UnsupportedOperatorError: Core ML refuses a call of an op that ExecuTorch lacks.
     """
-    if not any(node.target in _FORMS for node in program.graph.nodes):
+    if not any(node.target in _HIGHER_ORDER_OPS for node in program.graph.nodes):
         return program
-    held: Any = copy.copy(program)
-    # A copy of all of it would copy its constants too.
-    held._graph_module = GraphModule(program.graph_module, copy.deepcopy(program.graph))
-    held._graph_module.meta.update(program.graph_module.meta)
-    stored = known_values(held, inputs)
-    for node in list(held.graph.nodes):
-        if node.target not in _FORMS:
+    copied: Any = copy.copy(program)
+    # A deep copy of the program would copy its constants too.
+    copied._graph_module = GraphModule(program.graph_module, copy.deepcopy(program.graph))
+    copied._graph_module.meta.update(program.graph_module.meta)
+    stored = known_values(copied, inputs)
+    for node in list(copied.graph.nodes):
+        if node.target not in _HIGHER_ORDER_OPS:
             continue
-        reason = veto(node) or _hold(node, held.graph_module, stored, lower)
+        reason = veto(node) or _protect_call(node, copied.graph_module, stored, lower)
         if reason is not None:
             _require_executorch(node, reason)
             _logger.info("%s stays out of Core ML: %s", node.name, reason)
-    held.graph.eliminate_dead_code()
-    held.graph_module.recompile()
-    return held
+    copied.graph.eliminate_dead_code()
+    copied.graph_module.recompile()
+    return copied
 
 
-def _hold(
+def _protect_call(
     node: Node,
     module: GraphModule,
     stored: Mapping[Node, torch.Tensor | None],
     lower: LowerBranch,
 ) -> Reason | None:
-    """Make a call one of our own, or return why Core ML does not take it."""
-    own, form_of = _FORMS[node.target]
-    form = form_of(*node.args, **node.kwargs)
-    reason = next(_obstacles(form), None)
+    """Replace a call by its placeholder op, or return why Core ML refuses it."""
+    own_op, read_parts = _HIGHER_ORDER_OPS[node.target]
+    parts = read_parts(*node.args, **node.kwargs)
+    reason = next(_obstacles(parts), None)
     if reason is not None:
         return reason
     constants = {
         n: stored[value]
-        for n, value in enumerate(form.inputs)
-        if value in stored and n not in form.rows
+        for n, value in enumerate(parts.inputs)
+        if value in stored and n not in parts.rows
     }
     branches: list[ExportedProgram] = []
-    for graph in form.graphs:
-        lowered = lower(_branch(getattr(module, str(graph.target)), form), constants)
+    for graph in parts.graphs:
+        lowered = lower(_export_branch(getattr(module, str(graph.target)), parts), constants)
         if isinstance(lowered, Reason):
             return Reason(lowered.code, f"in {graph.target}: {lowered.text}", lowered.remedy)
         branches.append(lowered)
-    node.args, node.kwargs = (write_branches(branches), *form.arguments), {}
-    node.target = own
+    node.args, node.kwargs = (write_branches(branches), *parts.arguments), {}
+    node.target = own_op
     node.meta["val"] = list(node.meta["val"])
-    for part in list(node.users):
-        if not part.meta["val"].dim():
-            _reshape_to_scalar(part)
+    for item in list(node.users):
+        if not item.meta["val"].dim():
+            _reshape_to_scalar(item)
     return None
 
 
-def _reshape_to_scalar(part: Node) -> None:
-    """See ``control_flow``: results of rank 0 have one dimension."""
-    with part.graph.inserting_after(part):
-        scalar = part.graph.call_function(torch.ops.aten.reshape.default, (part, []))
-    scalar.meta = dict(part.meta)
-    part.replace_all_uses_with(scalar, lambda user: user is not scalar)
+def _reshape_to_scalar(result: Node) -> None:
+    """Reshape to rank 0: results of rank 0 have shape [1] in ``control_flow``."""
+    with result.graph.inserting_after(result):
+        scalar = result.graph.call_function(torch.ops.aten.reshape.default, (result, []))
+    scalar.meta = dict(result.meta)
+    result.replace_all_uses_with(scalar, lambda user: user is not scalar)
 
 
-def _obstacles(form: _Form) -> Iterator[Reason]:
-    for value in flatten((form.arguments, form.inputs)):
+def _obstacles(parts: _CallParts) -> Iterator[Reason]:
+    for value in flatten((parts.arguments, parts.inputs)):
         tensor = value.meta.get("val") if isinstance(value, Node) else value
         if not isinstance(tensor, torch.Tensor):
             yield Reason(
@@ -185,19 +185,20 @@ def _require_executorch(node: Node, reason: Reason) -> None:
         raise UnsupportedOperatorError(
             "ExecuTorch has no while_loop, so that it cannot stay out of Core ML",
             got=f"{node.name}: {reason}",
-            remedy=reason.remedy or "Write the loop with what Core ML takes, or as torch's scan",
+            remedy=reason.remedy
+            or "Write the loop with ops that Core ML takes, or as torch's scan",
         )
 
 
-def release_control_flow(program: ExportedProgram, reason: Reason) -> None:
-    """Make the ops of our own those of torch again.
+def restore_control_flow(program: ExportedProgram, reason: Reason) -> None:
+    """Replace placeholder ops by the higher-order ops of torch.
 
     Args:
         program: In ATen dialect; it is changed.
-        reason: Why they stay out of Core ML.
+        reason: Why the calls stay out of Core ML.
 
     Raises:
-        UnsupportedOperatorError: ExecuTorch has no such op.
+        UnsupportedOperatorError: ExecuTorch lacks the op.
     """
     module = program.graph_module
     for node in list(program.graph.nodes):
@@ -208,7 +209,7 @@ def release_control_flow(program: ExportedProgram, reason: Reason) -> None:
         with program.graph.inserting_before(node):
             branches: list[Node] = []
             for branch in read_branches(str(text)):
-                release_control_flow(branch, reason)
+                restore_control_flow(branch, reason)
                 name = _add_module(module, node.name, _module_of(branch))
                 branches.append(program.graph.get_attr(name))
         if node.target is COND:
@@ -229,7 +230,7 @@ def _add_module(owner: GraphModule, prefix: str, module: GraphModule) -> str:
 
 
 def _module_of(branch: ExportedProgram) -> GraphModule:
-    """Return a module that takes the inputs of a branch alone; its constants are buffers."""
+    """Return a branch as a module without lifted inputs: its constants are buffers."""
     values = {node.name: value for node, _, value in stored_constants(branch)}
     graph = copy.deepcopy(branch.graph)
     root = torch.nn.Module()
@@ -248,31 +249,31 @@ def _module_of(branch: ExportedProgram) -> GraphModule:
     return GraphModule(root, graph)
 
 
-def _branch(module: GraphModule, form: _Form) -> ExportedProgram:
-    values = [value.meta["val"] for value in form.inputs]
+def _export_branch(module: GraphModule, parts: _CallParts) -> ExportedProgram:
+    values = [value.meta["val"] for value in parts.inputs]
     inputs = [
-        torch.zeros(value.shape[1:] if n in form.rows else value.shape, dtype=value.dtype)
+        torch.zeros(value.shape[1:] if n in parts.rows else value.shape, dtype=value.dtype)
         for n, value in enumerate(values)
     ]
     return torch.export.export(module, tuple(inputs))
 
 
 def with_constants(branch: ExportedProgram, positions: Collection[int]) -> ExportedProgram:
-    """Return a branch some of whose inputs are constants, without their values, to judge it.
+    """Return a branch whose inputs at ``positions`` are constants without values, to judge calls.
 
     Args:
         branch: It shares its graph with the result.
-        positions: Those of the inputs.
+        positions: Positions of the constant inputs.
     """
-    judged: Any = copy.copy(branch)
-    judged._graph_signature = copy.deepcopy(branch.graph_signature)
-    judged._constants = dict(branch.constants)
+    copied: Any = copy.copy(branch)
+    copied._graph_signature = copy.deepcopy(branch.graph_signature)
+    copied._constants = dict(branch.constants)
     users = [
-        spec for spec in judged._graph_signature.input_specs if spec.kind is InputKind.USER_INPUT
+        spec for spec in copied._graph_signature.input_specs if spec.kind is InputKind.USER_INPUT
     ]
     values = {node.name: node.meta["val"] for node in branch.graph.find_nodes(op="placeholder")}
     for position in positions:
         spec = users[position]
         spec.kind, spec.target = InputKind.CONSTANT_TENSOR, f"operand_{position}"
-        judged._constants[spec.target] = values[spec.arg.name]
-    return judged
+        copied._constants[spec.target] = values[spec.arg.name]
+    return copied

@@ -1,21 +1,21 @@
 """Rewrites of programs that ExecuTorch could not write to a ``.pte``, or could not lower.
 
-**Containers.** ExecuTorch writes into a ``.pte`` how inputs and results are nested, by the names
-under which their classes are registered with torch. Named tuples have none. The names of
-parameters, and of the members of named tuples and dataclasses, are written if these are dicts. That
-is where programs have the names of their inputs and outputs from; see ``value_names``.
+**Containers.** ExecuTorch writes the nesting of inputs and results into a ``.pte``, with the names
+under which container classes are registered with torch. Named tuples have no such name. The names
+of parameters, and of members of named tuples and dataclasses, are written if the containers are
+dicts. Programs get the names of their inputs and outputs from there; see ``value_names``.
 
-**Texts.** ExecuTorch writes None for a text among the inputs, and nothing that returns one.
+**Texts.** ExecuTorch writes None for a text input, and cannot write a program that returns text.
 
-**Empty tensors in concatenations.** Torch leaves tensors of shape [0] out, whatever the rank of the
-others; caches of transformers begin with one. ExecuTorch's runtime does not load a program in which
-one is a constant.
+**Empty tensors in concatenations.** Torch skips tensors of shape [0], whatever the rank of the
+other tensors; caches of transformers begin with an empty tensor. ExecuTorch's runtime does not load
+a program in which it is a constant.
 
-**Custom ops.** Some of ExecuTorch's own packages stand for functions of torch, and have no out
-variant, without which ExecuTorch lowers none.
+**Custom ops.** Some ops of ExecuTorch's packages equal functions of torch, but have no out variant,
+without which ExecuTorch cannot lower them.
 
-**Assertions.** They yield no value and nothing runs them: ExecuTorch takes most of them out, after
-it has refused or kept the operations that only they use.
+**Assertions.** They have no result and are never run: ExecuTorch removes most of them, but only
+after it has refused or kept the operations that only they use.
 
 **Checks in linear algebra.** ExecuTorch has no op for the check that a matrix could be inverted or
 factored.
@@ -44,7 +44,7 @@ from coreml_delegate.ops.sizes import is_size
 
 _logger = logging.getLogger(__name__)
 
-_PLAIN = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})
+_BUILTIN_CONTAINERS = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})
 _ATEN: Any = torch.ops.aten
 _ASSERTIONS = frozenset(
     {
@@ -61,8 +61,8 @@ _ASSERTIONS = frozenset(
 def name_values(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` with the names of its inputs and outputs, for ExecuTorch to write.
 
-    Its positional inputs are keyword inputs by the names of their parameters. Containers whose
-    members have names are dicts, others without a name of their own are tuples.
+    Positional inputs become keyword inputs with the names of their parameters. Containers with
+    named members become dicts, other unregistered containers tuples.
 
     Args:
         program: In any dialect; it is not changed. Its graph is shared.
@@ -82,18 +82,18 @@ def _with_names(entry: Any) -> Any:
     signature = entry.signature
     if signature is None:
         return entry
-    inputs, outputs = map(_plain, (signature.in_spec, signature.out_spec))
+    inputs, outputs = map(_plain_spec, (signature.in_spec, signature.out_spec))
     parameters = signature.forward_arg_names
-    named = _by_parameter(inputs, parameters) if parameters else inputs
+    named = _by_keyword(inputs, parameters) if parameters else inputs
     return replace(entry, signature=replace(signature, in_spec=named, out_spec=outputs))
 
 
-def _plain(spec: pytree.TreeSpec) -> pytree.TreeSpec:
-    """Return a nesting of tuples, lists and dicts alone, and of what torch can name."""
+def _plain_spec(spec: pytree.TreeSpec) -> pytree.TreeSpec:
+    """Return a nesting of tuples, lists, dicts and classes registered with torch."""
     if spec.is_leaf():
         return spec
-    children = [_plain(child) for child in spec.children()]
-    keys = None if spec.type in _PLAIN else keys_of(spec)
+    children = [_plain_spec(child) for child in spec.children()]
+    keys = None if spec.type in _BUILTIN_CONTAINERS else keys_of(spec)
     if keys is not None:
         return pytree.treespec_dict(zip(keys, children, strict=True))
     if _has_name(spec):
@@ -101,8 +101,8 @@ def _plain(spec: pytree.TreeSpec) -> pytree.TreeSpec:
     return pytree.treespec_tuple(children)
 
 
-def _by_parameter(spec: pytree.TreeSpec, parameters: Sequence[str]) -> pytree.TreeSpec:
-    """Return the nesting of positional and keyword inputs, all by keyword."""
+def _by_keyword(spec: pytree.TreeSpec, parameters: Sequence[str]) -> pytree.TreeSpec:
+    """Return the nesting of inputs with all positional inputs as keyword inputs."""
     positional, keyword = spec.children()
     names = [*parameters[: positional.num_children], *keyword.context]
     children = [*positional.children(), *keyword.children()]
@@ -116,13 +116,13 @@ def _has_name(spec: pytree.TreeSpec) -> bool:
     leaves: list[pytree.TreeSpec] = [pytree.treespec_leaf()] * spec.num_children
     try:
         pytree.treespec_dumps(pytree.TreeSpec(spec.type, spec.context, leaves))
-    except (NotImplementedError, TypeError):  # it has no name, or keys that JSON cannot hold
+    except (NotImplementedError, TypeError):  # no registered name, or keys that JSON lacks
         return False
     return True
 
 
 def drop_text_results(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with None in place of the texts that it returns.
+    """Return ``program`` with None in place of returned texts.
 
     Args:
         program: In any dialect; it is not changed.
@@ -136,13 +136,13 @@ def drop_text_results(program: ExportedProgram) -> ExportedProgram:
     if not texts:
         return program
     _logger.warning(
-        "the model returns text (%s), which a .pte cannot; it returns None there",
+        "the model returns text (%s), which a .pte cannot; it returns None instead",
         ", ".join(map(repr, texts.values())),
     )
     module = copy.deepcopy(program.graph_module)
     output = module.graph.output_node()
     results: Any = output.args[0]
-    output.args = (tuple(None if n in texts else each for n, each in enumerate(results)),)
+    output.args = (tuple(None if n in texts else item for n, item in enumerate(results)),)
     module.recompile()
     signature = replace(
         program.graph_signature,
@@ -151,63 +151,67 @@ def drop_text_results(program: ExportedProgram) -> ExportedProgram:
             for n, spec in enumerate(specs)
         ],
     )
-    plain: Any = copy.copy(program)
-    plain._graph_module, plain._graph_signature = module, signature
-    return plain
+    edited: Any = copy.copy(program)
+    edited._graph_module, edited._graph_signature = module, signature
+    return edited
 
 
 def drop_empty_parts(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with concatenations of tensors that have elements.
+    """Return ``program`` with empty tensors dropped from concatenations.
 
     Args:
         program: In ATen dialect; it is not changed.
     """
-    has_some = any(
+    has_empty_part = any(
         node.target is _ATEN.cat.default
         and any(_is_empty(part.meta["val"]) for part in node.args[0])
         for node in program.graph.nodes
     )
-    return program.run_decompositions({_ATEN.cat.default: _without_empty}) if has_some else program
+    return (
+        program.run_decompositions({_ATEN.cat.default: _without_empty})
+        if has_empty_part
+        else program
+    )
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is surely [0]; a dynamic size is not asked, which would fix it."""
+    """Whether a tensor has the static shape [0]; a check of a dynamic size would specialize it."""
     return tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 0
 
 
 def _without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
-    kept = [tensor for tensor in tensors if not _is_empty(tensor)]
-    # Empty tensors count for the dtype of the result.
-    if len(kept) in (0, len(tensors)) or len({tensor.dtype for tensor in tensors}) > 1:
+    parts = [tensor for tensor in tensors if not _is_empty(tensor)]
+    # Empty tensors contribute to the dtype of the result.
+    if len(parts) in (0, len(tensors)) or len({tensor.dtype for tensor in tensors}) > 1:
         return NotImplemented
-    return torch.cat(kept, dim) if len(kept) > 1 else kept[0].clone()
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
 
 
 def drop_assertions(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` without assertions and what only they use, branches included.
+    """Return ``program`` without assertions and nodes that only they use, branches included.
 
-    Assertions on numbers that sizes depend on stay: torch has the bounds of these from them.
+    Assertions on numbers that sizes depend on stay: torch derives bounds of sizes from them.
 
     Args:
         program: In ATen dialect; it is not changed.
     """
-    if not any(_unused(graph) for graph in _graphs(program.graph_module)):
+    if not any(_unused_assertions(graph) for graph in _graphs(program.graph_module)):
         return program
-    plain: Any = copy.copy(program)
-    plain._graph_module = copy.deepcopy(program.graph_module)
-    for graph in _graphs(plain.graph_module):
-        for node in _unused(graph):
+    edited: Any = copy.copy(program)
+    edited._graph_module = copy.deepcopy(program.graph_module)
+    for graph in _graphs(edited.graph_module):
+        for node in _unused_assertions(graph):
             graph.erase_node(node)
         graph.owning_module.recompile()
-    return plain
+    return edited
 
 
 def _graphs(root: GraphModule) -> list[Any]:
     return [module.graph for module in root.modules() if isinstance(module, GraphModule)]
 
 
-def _unused(graph: Graph) -> list[Node]:
-    """Return the assertions to drop and what only they use, the last node first."""
+def _unused_assertions(graph: Graph) -> list[Node]:
+    """Return droppable assertions and the nodes that only they use, last node first."""
     assertions = [node for node in graph.nodes if node.target in _ASSERTIONS]
     if not assertions:
         return []
@@ -217,19 +221,19 @@ def _unused(graph: Graph) -> list[Node]:
         if node.op == "placeholder" or not (node.users or node.target in _ASSERTIONS)
     )
     checked = {a: _symbols(filter(is_size, a.all_input_nodes)) for a in assertions}
-    open_ends = {a for a in assertions if checked[a]}
-    while open_ends:
+    undecided = {a for a in assertions if checked[a]}
+    while undecided:
         symbols = _symbols(used)
-        bounding = {a for a in open_ends if checked[a] & symbols}
+        bounding = {a for a in undecided if checked[a] & symbols}
         if not bounding:
             break
         used |= _ancestors(bounding)
-        open_ends -= bounding
+        undecided -= bounding
     return [node for node in reversed(graph.nodes) if node not in used]
 
 
 def _ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """Return the nodes with all that they are computed from."""
+    """Return the nodes and all their transitive inputs."""
     pending, ancestors = list(nodes), set[Node]()
     while pending:
         node = pending.pop()
@@ -244,7 +248,7 @@ def _symbols(nodes: Iterable[Node]) -> set[Any]:
     return set[Any]().union(*map(free_symbols, values))
 
 
-_CUSTOM: Mapping[str, Callable[..., Any]] = MappingProxyType(
+_EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "coreml.sdpa.default": torch.nn.functional.scaled_dot_product_attention,
         "executorch.alias.default": lambda first, second: (first.clone(), second.clone()),
@@ -254,29 +258,29 @@ _CUSTOM: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 def decompose_custom_ops(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with functions of torch for custom ops that stand for them.
+    """Return ``program`` with custom ops replaced by equal functions of torch.
 
     Args:
         program: In ATen dialect; it is not changed.
     """
     targets = {node.target for graph in _graphs(program.graph_module) for node in graph.nodes}
     table: dict[Any, Callable[..., Any]] = {
-        op: _CUSTOM[str(op)] for op in targets if str(op) in _CUSTOM
+        op: _EQUIVALENTS[str(op)] for op in targets if str(op) in _EQUIVALENTS
     }
     return program.run_decompositions(table) if table else program
 
 
 def drop_linear_algebra_checks(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with functions of linear algebra that do not check their results.
+    """Return ``program`` with linear algebra ops that do not check their results.
 
-    A matrix that cannot be inverted then gives infinities.
+    A singular matrix then gives infinities.
 
     Args:
         program: In ATen dialect; it is not changed.
     """
     targets = {node.target for node in program.graph.nodes}
     table: dict[Any, Callable[..., Any]] = {
-        op: _first_results(op, unchecked) for op, unchecked in _UNCHECKED.items() if op in targets
+        op: _unchecked_call(op, unchecked) for op, unchecked in _UNCHECKED.items() if op in targets
     }
     return program.run_decompositions(table) if table else program
 
@@ -293,8 +297,8 @@ _UNCHECKED: Mapping[OpOverload, OpOverload] = MappingProxyType(
 )
 
 
-def _first_results(op: Any, unchecked: OpOverload) -> Callable[..., Any]:
-    """Return ``op`` in terms of ``unchecked``, whose last result says whether it succeeded."""
+def _unchecked_call(op: Any, unchecked: OpOverload) -> Callable[..., Any]:
+    """Return ``op`` computed by ``unchecked``, without its last result, the error code."""
     count = len(op._schema.returns)
 
     def call(*args: Any, **keywords: Any) -> Any:

@@ -1,11 +1,11 @@
 """Discrete Fourier transforms on pairs of reals, as products with constant matrices.
 
 A transform of up to ``LARGEST_MATRIX`` points is a product of each part with a matrix of cosines
-and one of sines. A longer one, of ``a * b`` points, is ``b`` transforms of ``a`` points and ``a``
-of ``b``, with a rotation between (Cooley and Tukey): matrices of 32 by 32 instead of 1024 by 1024.
-A short-time transform is a convolution, whose kernel is the matrix times the window.
+and a matrix of sines. A longer transform, of ``a * b`` points, is ``b`` transforms of ``a`` points,
+a rotation, and ``a`` transforms of ``b`` points (Cooley and Tukey): matrices of 32 by 32 instead of
+1024 by 1024. A short-time transform is a convolution with the matrix times the window as kernel.
 
-Matrices are computed in fp64, from angles that integer arithmetic has reduced to one turn.
+Matrices are computed in fp64, from angles reduced to one turn by integer arithmetic.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ LARGEST_MATRIX = 512
 """Points up to which a transform is one product: two matrices of 1 MB each in fp32."""
 
 LARGEST_PRIME = 2048
-"""Points up to which a transform that cannot be factored is one product: of 16 MB each."""
+"""Points up to which a transform of prime length is one product: two matrices of 16 MB each."""
 
 LARGEST_FRAME = 4096
 """Points up to which a short-time transform is one convolution, with a kernel of 64 MB in fp32."""
 
 _SCALES = MappingProxyType({0: 0.0, 1: -0.5, 2: -1.0})
-"""By torch's number of a normalization, the power of the number of points that is its factor."""
+"""Exponents e of the scale ``points ** e``, by torch's number of a normalization."""
 
 _FORWARD, _INVERSE = -1, 1
 """Sign of the angles."""
 
 
 def real_to_complex(call: PairCall) -> Pair:
-    """Return ``_fft_r2c``: first along the last dimension, of which the result may be half."""
+    """Return ``_fft_r2c``: first along the last dimension, half of it if one-sided."""
     x = call.pair("self")
-    *others, last = _dims(call, x)
+    *other_dims, last = _dims(call, x)
     size = _size(x, last)
     count = size // 2 + 1 if call.arguments["onesided"] else size
-    scale = _scale(call, [size, *(_size(x, dim) for dim in others)])
+    scale = _scale(call, [size, *(_size(x, dim) for dim in other_dims)])
     x = _transform(call, x, last, (count, size, _FORWARD), scale)
-    return _along(call, x, others, _FORWARD)
+    return _transform_dims(call, x, other_dims, _FORWARD)
 
 
 def complex_to_complex(call: PairCall) -> Pair:
@@ -53,24 +53,24 @@ def complex_to_complex(call: PairCall) -> Pair:
     x = call.pair("self")
     dims = _dims(call, x)
     sign = _FORWARD if call.arguments["forward"] else _INVERSE
-    return _along(call, x, dims, sign, _scale(call, [_size(x, dim) for dim in dims]))
+    return _transform_dims(call, x, dims, sign, _scale(call, [_size(x, dim) for dim in dims]))
 
 
 def complex_to_real(call: PairCall) -> Part:
-    """Return ``_fft_c2r``, an inverse transform whose last dimension is given by its first half."""
+    """Return ``_fft_c2r``, an inverse transform of the first half of the last dimension."""
     x = call.pair("self")
-    *others, last = _dims(call, x)
+    *other_dims, last = _dims(call, x)
     size = call.arguments["last_dim_size"]
     _require_static(size)
-    scale = _scale(call, [size, *(_size(x, dim) for dim in others)])
-    x = _along(call, x, others, _INVERSE)
-    if _halves(size) is None:
+    scale = _scale(call, [size, *(_size(x, dim) for dim in other_dims)])
+    x = _transform_dims(call, x, other_dims, _INVERSE)
+    if _balanced_factors(size) is None:
 
         def matrix() -> torch.Tensor:
-            return (_waves(size // 2 + 1, size, size, _INVERSE) * _weights(size) * scale).mT
+            return (_twiddles(size // 2 + 1, size, size, _INVERSE) * _half_weights(size) * scale).mT
 
         return _product(call, x, last, ("half", size, scale), matrix, is_real=True).real
-    # The other half is the conjugate of the first, mirrored.
+    # The other half is the mirrored conjugate of the first half.
     tail = [
         part and call.emit(ATEN.flip.default, _slice(call, part, last, 1, size - size // 2), [last])
         for part in x.parts
@@ -78,8 +78,8 @@ def complex_to_real(call: PairCall) -> Part:
     mirrored = call.conjugate(Pair(*tail))
     x = Pair(
         *(
-            part and call.emit(ATEN.cat.default, [part, rest], last)
-            for part, rest in zip(x.parts, mirrored.parts, strict=True)
+            part and call.emit(ATEN.cat.default, [part, mirrored_part], last)
+            for part, mirrored_part in zip(x.parts, mirrored.parts, strict=True)
         )
     )
     return _transform(call, x, last, (size, size, _INVERSE), scale, is_real=True).real
@@ -88,7 +88,9 @@ def complex_to_real(call: PairCall) -> Part:
 # Transforms along one dimension
 
 
-def _along(call: PairCall, x: Pair, dims: Sequence[int], sign: int, scale: float = 1.0) -> Pair:
+def _transform_dims(
+    call: PairCall, x: Pair, dims: Sequence[int], sign: int, scale: float = 1.0
+) -> Pair:
     """Transform along dimensions, one after the other."""
     for position, dim in enumerate(dims):
         size = _size(x, dim)
@@ -109,37 +111,37 @@ def _transform(
     """Transform along one dimension.
 
     Args:
-        call: The call that it is part of.
+        call: The call to rewrite.
         x: The values.
         dim: The dimension, not negative.
-        form: How many values of the result are taken, how many points there are, and the sign.
+        form: Number of values of the result, number of points, and the sign.
         scale: Factor of the result.
-        is_real: Whether the imaginary part of the result is left out.
+        is_real: Whether to omit the imaginary part of the result.
     """
     count, size, sign = form
-    halves = _halves(size)
-    if halves is not None:
-        return _factored(call, x, dim, form, halves, scale, is_real=is_real)
+    factors = _balanced_factors(size)
+    if factors is not None:
+        return _cooley_tukey(call, x, dim, form, factors, scale, is_real=is_real)
 
     def matrix() -> torch.Tensor:
-        return _waves(count, size, size, sign) * scale
+        return _twiddles(count, size, size, sign) * scale
 
     return _product(call, x, dim, (*form, scale), matrix, is_real=is_real)
 
 
-def _factored(
+def _cooley_tukey(
     call: PairCall,
     x: Pair,
     dim: int,
     form: tuple[int, int, int],
-    halves: tuple[int, int],
+    factors: tuple[int, int],
     scale: float,
     *,
     is_real: bool,
 ) -> Pair:
-    """Transform ``a * b`` points as a matrix of ``a`` by ``b``: columns, a rotation, then rows."""
+    """Transform ``a * b`` points as a matrix [a, b]: columns, a rotation, then rows."""
     count, size, sign = form
-    a, b = halves
+    a, b = factors
     last = value_of(x.node).dim() - 1
 
     def map_parts(target: Any, *args: Any) -> Pair:
@@ -152,7 +154,7 @@ def _factored(
     x = _transform(call, x, last, (a, a, sign))
 
     def rotation() -> torch.Tensor:
-        return _waves(a, b, size, sign)
+        return _twiddles(a, b, size, sign)
 
     x = call.multiply(x, Pair(*_constants(call, ("rotation", a, b, sign), rotation)))
     x = _transform(call, x, last + 1, (b, b, sign), scale, is_real=is_real)
@@ -178,48 +180,48 @@ def _product(
     def times(factor: Part, part: Part) -> Part:
         if not isinstance(factor, Node) or not isinstance(part, Node):
             return None
-        return _along_dim(call, factor, part, dim)
+        return _multiply_along(call, factor, part, dim)
 
     real = call.difference(times(cosines, x.real), times(sines, x.imag))
     imag = None if is_real else call.sum(times(cosines, x.imag), times(sines, x.real))
     return Pair(real, imag)
 
 
-def _along_dim(call: PairCall, matrix: Node, x: Node, dim: int) -> Node:
+def _multiply_along(call: PairCall, matrix: Node, x: Node, dim: int) -> Node:
     """Multiply by a real matrix of [results, points] along one dimension of ``x``."""
     last = value_of(x).dim() - 1
     if dim == last:
         return call.emit(ATEN.linear.default, x, matrix)
     if dim == last - 1:
         return call.emit(ATEN.matmul.default, matrix, x)
-    moved = call.emit(ATEN.transpose.int, x, dim, last)
-    product = call.emit(ATEN.linear.default, moved, matrix)
+    transposed = call.emit(ATEN.transpose.int, x, dim, last)
+    product = call.emit(ATEN.linear.default, transposed, matrix)
     return call.emit(ATEN.transpose.int, product, dim, last)
 
 
 def _constants(
     call: PairCall, key: tuple[Any, ...], value: Callable[[], torch.Tensor]
 ) -> tuple[Part, Part]:
-    """Return the parts of a complex constant; one that is zero is None."""
-    whole = value()
+    """Return the parts of a complex constant; None for a part of zeros."""
+    matrix = value()
     real, imag = (
         call.constant((*key, suffix), lambda: part) if part.any() else None  # noqa: B023 - called now
-        for suffix, part in (("real", whole.real), ("imag", whole.imag))
+        for suffix, part in (("real", matrix.real), ("imag", matrix.imag))
     )
     return real, imag
 
 
-def _waves(rows: int, columns: int, points: int, sign: int) -> torch.Tensor:
+def _twiddles(rows: int, columns: int, points: int, sign: int) -> torch.Tensor:
     """Return ``exp(sign * 2j * pi * row * column / points)``, [rows, columns], complex128."""
-    places = torch.outer(torch.arange(rows), torch.arange(columns)) % points
+    exponents = torch.outer(torch.arange(rows), torch.arange(columns)) % points
     angles = 2 * math.pi * torch.arange(points, dtype=torch.float64) / points
-    turn = torch.stack([angles.cos(), sign * angles.sin()], -1)
-    turn[turn.abs() < _ROUNDED] = 0.0
-    return torch.view_as_complex(turn)[places]
+    roots = torch.stack([angles.cos(), sign * angles.sin()], -1)
+    roots[roots.abs() < _ROUNDED_TO_ZERO] = 0.0
+    return torch.view_as_complex(roots)[exponents]
 
 
-def _weights(size: int) -> torch.Tensor:
-    """Return how often each value of the first half stands for one of the whole, as a column."""
+def _half_weights(size: int) -> torch.Tensor:
+    """Return the multiplicity in the full spectrum of each value of the first half, as a column."""
     weights = torch.full((size // 2 + 1, 1), 2.0, dtype=torch.float64)
     weights[0] = 1.0
     if size % 2 == 0:
@@ -227,11 +229,11 @@ def _weights(size: int) -> torch.Tensor:
     return weights
 
 
-def _halves(size: int) -> tuple[int, int] | None:
-    """Return the factors of a size that are nearest to each other; None for a single product.
+def _balanced_factors(size: int) -> tuple[int, int] | None:
+    """Return the two most similar factors of a size; None for a single product.
 
     Raises:
-        FormError: There are none, and the size is too large for a single product.
+        FormError: The size is prime, and too large for a single product.
     """
     if size <= LARGEST_MATRIX:
         return None
@@ -261,7 +263,7 @@ def short_time(call: PairCall) -> Pair | Part:
     scale = size**-0.5 if arguments["normalized"] else 1.0
 
     def kernel() -> torch.Tensor:
-        waves = _waves(count, size, size, _FORWARD) * window * scale
+        waves = _twiddles(count, size, size, _FORWARD) * window * scale
         return torch.cat([waves.real, waves.imag]).unsqueeze(1)
 
     weight = call.constant((call.node.name,), kernel)
@@ -282,7 +284,7 @@ def short_time(call: PairCall) -> Pair | Part:
     result = Pair(call.difference(a.real, b.imag), call.sum(a.imag, b.real))
     if value_of(call.node).is_complex():
         return result
-    return call.emit(ATEN.stack.default, list(call.whole(result)), -1)
+    return call.emit(ATEN.stack.default, list(call.as_nodes(result)), -1)
 
 
 def inverse_short_time(call: PairCall) -> Part:
@@ -299,16 +301,16 @@ def inverse_short_time(call: PairCall) -> Part:
     scale = size**-0.5 if arguments["normalized"] else 1 / size
 
     def kernel() -> torch.Tensor:
-        waves = _waves(count, size, size, _INVERSE) * _weights(size) * window * scale
+        waves = _twiddles(count, size, size, _INVERSE) * _half_weights(size) * window * scale
         return torch.cat([waves.real, -waves.imag]).unsqueeze(1)
 
-    bins = call.emit(ATEN.cat.default, list(call.whole(x)), -2)
+    bins = call.emit(ATEN.cat.default, list(call.as_nodes(x)), -2)
     is_batched = value_of(bins).dim() == 3
     if not is_batched:
         bins = call.emit(ATEN.unsqueeze.default, bins, 0)
     weight = call.constant((call.node.name,), kernel)
     sums = call.emit(ATEN.conv_transpose1d.default, bins, weight, None, [hop])
-    signal = _cut(call, call.emit(ATEN.squeeze.dim, sums, 1), size)
+    signal = _crop_to_signal(call, call.emit(ATEN.squeeze.dim, sums, 1), size)
     signal = call.emit(ATEN.mul.Tensor, signal, _envelope(call, bins, window, hop))
     if arguments["length"] is not None:
         missing = arguments["length"] - value_of(signal).shape[-1]
@@ -317,8 +319,8 @@ def inverse_short_time(call: PairCall) -> Part:
     return signal if is_batched else call.emit(ATEN.squeeze.dim, signal, 0)
 
 
-def _cut(call: PairCall, signal: Node, size: int) -> Node:
-    """Take what ``istft`` returns of the sums: without half a frame on each side if centered."""
+def _crop_to_signal(call: PairCall, signal: Node, size: int) -> Node:
+    """Crop the sums to the signal: half a frame less on each side if centered."""
     start = size // 2 if call.arguments["center"] else 0
     length = call.arguments["length"]
     end = -start if length is None and start else _END if length is None else start + length
@@ -326,14 +328,14 @@ def _cut(call: PairCall, signal: Node, size: int) -> Node:
 
 
 def _envelope(call: PairCall, bins: Node, window: torch.Tensor, hop: int) -> Node:
-    """Return one over the sum of the squared windows at each place."""
+    """Return ``1 / sum(window ** 2)`` over the frames at each sample."""
     size, frames = len(window), value_of(bins).shape[-1]
     square = window.abs() ** 2
     if not isinstance(frames, int):
-        ones = call.emit(ATEN.full_like.default, _slice(call, bins, -2, 0, 1), 1.0)
+        unit_row = call.emit(ATEN.full_like.default, _slice(call, bins, -2, 0, 1), 1.0)
         weight = call.constant((call.node.name, "square"), lambda: square.reshape(1, 1, -1))
-        sums = call.emit(ATEN.conv_transpose1d.default, ones, weight, None, [hop])
-        sums = _cut(call, call.emit(ATEN.squeeze.dim, sums, 1), size)
+        sums = call.emit(ATEN.conv_transpose1d.default, unit_row, weight, None, [hop])
+        sums = _crop_to_signal(call, call.emit(ATEN.squeeze.dim, sums, 1), size)
         return call.emit(ATEN.reciprocal.default, sums)
     sums = torch.nn.functional.conv_transpose1d(
         torch.ones(1, 1, frames, dtype=square.dtype), square.reshape(1, 1, -1), stride=hop
@@ -341,13 +343,13 @@ def _envelope(call: PairCall, bins: Node, window: torch.Tensor, hop: int) -> Nod
     start = size // 2 if call.arguments["center"] else 0
     length = call.arguments["length"]
     sums = sums[start : len(sums) - start if length is None else start + length]
-    if sums.min() < _GAP:
-        raise FormError("istft whose windows leave places out")
+    if sums.min() < _MIN_ENVELOPE:
+        raise FormError("istft with windows that leave samples out")
     return call.constant((call.node.name, "envelope"), lambda: 1 / sums)
 
 
 def _frame(call: PairCall) -> tuple[int, int]:
-    """Return the size of a frame, and the distance from one to the next."""
+    """Return frame size and hop length."""
     size = call.arguments["n_fft"]
     hop = call.arguments["hop_length"]
     _require_static(size)
@@ -362,15 +364,15 @@ def _window(call: PairCall, size: int) -> torch.Tensor:
     """Return the window in fp64 or complex128, with zeros on both sides up to ``size``."""
     length = call.arguments["win_length"] or size
     node = call.arguments["window"]
-    window = torch.ones(length) if node is None else call.known(node)
+    window = torch.ones(length) if node is None else call.constant_value(node)
     if window is None:
         raise FormError(
             "a window that is computed from inputs",
-            "Make it a buffer, or compute it of numbers",
+            "Make it a buffer, or compute it from numbers",
         )
-    left = (size - length) // 2
-    wide = window.to(torch.complex128 if window.is_complex() else torch.float64)
-    return torch.nn.functional.pad(wide, [left, size - length - left])
+    padding = (size - length) // 2
+    window_64 = window.to(torch.complex128 if window.is_complex() else torch.float64)
+    return torch.nn.functional.pad(window_64, [padding, size - length - padding])
 
 
 # Arguments
@@ -403,5 +405,5 @@ def _slice(call: PairCall, part: Part, dim: int, start: int, end: int) -> Node:
 
 
 _END = (1 << 63) - 1
-_ROUNDED = 1e-15  # beside 1, zero
-_GAP = 1e-11  # as torch has it
+_ROUNDED_TO_ZERO = 1e-15  # relative to 1
+_MIN_ENVELOPE = 1e-11  # torch's limit

@@ -1,8 +1,8 @@
 """Half-precision programs in fp32, cast at their inputs and outputs.
 
-Core ML computes in the precision of the compile options, whatever the model's, and its rules are
-about fp32. bfloat16 it does not have at all. So the weights and the interior of an fp16 or bfloat16
-program become fp32 before anything else is done; its interface keeps its dtypes.
+Core ML computes in the precision of the compile options, not of the model, and the op rules expect
+fp32. Core ML has no bfloat16. So the weights and the interior of an fp16 or bfloat16 program are
+promoted to fp32 first; inputs and outputs keep their dtypes.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ logger = logging.getLogger(__name__)
 
 NARROW = frozenset({torch.float16, torch.bfloat16})
 
-# Ops that look at the bits of a number, or set the dtype of a region.
-_BOUND_TO_A_DTYPE = ("aten.view.dtype", "wrap_with_autocast")
+# Ops that reinterpret bits, or set the dtype of a region.
+_DTYPE_DEPENDENT = ("aten.view.dtype", "wrap_with_autocast")
 
 _CAST = torch.ops.aten._to_copy.default
 
 
 def promote_half_to_fp32(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` computing in fp32, or as it is if nothing in it is half precision.
+    """Return ``program`` promoted to fp32, or unchanged if it has no half precision.
 
     Args:
         program: In ATen dialect; it is not changed.
 
     Returns:
-        A program of the same interface. Its results differ by the rounding that half precision
-        would have done. A program that cannot be rewritten is returned as it is.
+        A program with the same interface. Its results differ by the rounding of half precision. A
+        program that cannot be rewritten is returned unchanged.
     """
     if not any(value.dtype in NARROW for node in _nodes(program) for value in _tensors(node)):
         return program
-    bound = [n.name for n in _nodes(program) if _is_bound(n)]
-    if bound:
-        logger.info("half precision stays as it is because of %s", ", ".join(bound))
+    dtype_dependent = [n.name for n in _nodes(program) if _depends_on_dtype(n)]
+    if dtype_dependent:
+        logger.info("half precision stays as it is because of %s", ", ".join(dtype_dependent))
         return program
     try:
-        return _Widening(program).run()
-    except Exception as error:  # noqa: BLE001 - the program lowers without, just less of it
+        return _Promoter(program).run()
+    except Exception as error:  # noqa: BLE001 - the program lowers without it, with fewer delegated calls
         logger.warning("half precision stays as it is: %s", error)
         return program
 
 
-class _Widening:
+class _Promoter:
     def __init__(self, program: ExportedProgram) -> None:
         self._program = program
         self._root = copy.deepcopy(program.graph_module)
-        # The copy renames what is named as a builtin of Python is (``input``), the signature not.
-        for before, after in zip(program.graph.nodes, self._root.graph.nodes, strict=True):
-            after.name = before.name
+        # The copy renames nodes with names of Python builtins (``input``); the signature does not.
+        for original, copied in zip(program.graph.nodes, self._root.graph.nodes, strict=True):
+            copied.name = original.name
         self._signature = copy.deepcopy(program.graph_signature)
         self._placeholders = [n for n in self._root.graph.nodes if n.op == "placeholder"]
         self._kinds = [spec.kind for spec in self._signature.input_specs]
-        self._wide: dict[int, Any] = {}
+        self._promoted: dict[int, Any] = {}
         self._mode = detect_fake_mode([n.meta["val"] for n in self._placeholders])
 
     def run(self) -> ExportedProgram:
@@ -73,7 +73,7 @@ class _Widening:
         dtypes = [_dtype(node) for node in self._results()]
         for module in self._root.modules():
             if isinstance(module, GraphModule):
-                _widen_literals(module)
+                _promote_literals(module)
                 module.recompile()
         self._cast_inputs()
         self._propagate()
@@ -93,12 +93,12 @@ class _Widening:
             verifiers=[program.verifier],
         )
 
-    def _values(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values in fp32; one tensor under several names stays one."""
-        for value in held.values():
-            if id(value) not in self._wide:
-                self._wide[id(value)] = _wide(value)
-        return {key: self._wide[id(value)] for key, value in held.items()}
+    def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values in fp32; a tensor with several names stays shared."""
+        for tensor in values.values():
+            if id(tensor) not in self._promoted:
+                self._promoted[id(tensor)] = _promote_tensor(tensor)
+        return {key: self._promoted[id(tensor)] for key, tensor in values.items()}
 
     def _results(self) -> tuple[Any, ...]:
         results: Any = self._root.graph.output_node().args[0]
@@ -121,7 +121,7 @@ class _Widening:
     def _propagate(self) -> None:
         """Recompute the value of every node, with states and constants in fp32."""
         values = [
-            _wide(value) if kind is not InputKind.USER_INPUT else value
+            _promote_tensor(value) if kind is not InputKind.USER_INPUT else value
             for value, kind in zip(
                 (node.meta["val"] for node in self._placeholders), self._kinds, strict=True
             )
@@ -152,19 +152,19 @@ class _Widening:
 _VISIBLE = frozenset({OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION})
 
 
-def _widen_literals(module: GraphModule) -> None:
+def _promote_literals(module: GraphModule) -> None:
     """Replace half-precision dtypes in the arguments of calls by fp32."""
     for node in module.graph.nodes:
         if node.op == "call_function":
-            node.args = map_aggregate(node.args, _wide_dtype)
-            node.kwargs = map_aggregate(node.kwargs, _wide_dtype)
+            node.args = map_aggregate(node.args, _promote_dtype)
+            node.kwargs = map_aggregate(node.kwargs, _promote_dtype)
 
 
-def _wide_dtype(value: Any) -> Any:
+def _promote_dtype(value: Any) -> Any:
     return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
 
 
-def _wide(value: Any) -> Any:
+def _promote_tensor(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.dtype not in NARROW:
         return value
     wide = value.detach().to(torch.float32)
@@ -179,9 +179,9 @@ def _nodes(program: ExportedProgram) -> Iterator[Node]:
             yield from module.graph.nodes
 
 
-def _is_bound(node: Node) -> bool:
+def _depends_on_dtype(node: Node) -> bool:
     name = target_name(node.target) if node.op == "call_function" else ""
-    return any(part in name for part in _BOUND_TO_A_DTYPE)
+    return any(part in name for part in _DTYPE_DEPENDENT)
 
 
 def _tensors(node: Node) -> Iterator[torch.Tensor]:

@@ -1,6 +1,6 @@
-"""Recurrent layers as ops that ExecuTorch neither unrolls nor traces step by step.
+"""Placeholder ops for recurrent layers, so that ExecuTorch does not unroll them.
 
-See ``placeholder_ops``. A call that Core ML refuses becomes the op of ATen again, so that its parts
+See ``placeholder_ops``. A call that Core ML refuses becomes the ATen op again, so that its parts
 can be delegated.
 """
 
@@ -22,13 +22,15 @@ from coreml_delegate.targets import Opset
 
 
 def protect_recurrent_layers(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with stand-ins for recurrent layers.
+    """Return ``program`` with placeholder ops for recurrent layers.
 
     Args:
         program: In ATen dialect; it is not changed.
     """
     targets = {node.target for node in program.graph.nodes}
-    table: dict[Any, Any] = {op: own for op, own in PLACEHOLDER_OPS.items() if op in targets}
+    table: dict[Any, Any] = {
+        op: placeholder for op, placeholder in PLACEHOLDER_OPS.items() if op in targets
+    }
     return program.run_decompositions(table) if table else program
 
 
@@ -39,13 +41,13 @@ def restore_refused_layers(
     veto: Callable[[Node], Reason | None],
     constants_inside: bool = True,
 ) -> ExportedProgram:
-    """Return ``program``, with the ops of ATen in place of those stand-ins that Core ML refuses.
+    """Return ``program``, with ATen ops in place of placeholder ops that Core ML refuses.
 
     Args:
         program: From ``protect_recurrent_layers``, perhaps transformed further; it is changed.
         target: Opset of the deployment target, or None.
         veto: Returns the reason to keep a call out of Core ML, or None.
-        constants_inside: Whether Core ML is given the program's constants.
+        constants_inside: Whether the Core ML model has the program's constants.
 
     Raises:
         UnsupportedOperatorError: See ``require_fixed_steps``.

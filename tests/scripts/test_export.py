@@ -165,7 +165,7 @@ def test_a_model_that_returns_complex_numbers_is_an_error(folder, capsys):
     assert error == (
         "coreml-delegate: error: the model returns a complex tensor, which Core ML does not have: "
         "got fft_rfft of complex64, expected real tensors. Return torch.view_as_real(y), and take "
-        "torch.view_as_complex of what you get"
+        "torch.view_as_complex of the result"
     )
     assert leftovers(folder) == set()
 

@@ -319,7 +319,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
         lambda x: torch.istft(
             torch.fft.rfft(x).mT, 6, 6, window=torch.hann_window(6), center=False
         ),
-        "istft whose windows leave places out",
+        "istft with windows that leave samples out",
     ),
     "a branch": (
         lambda x: torch.cond(x.sum() > 0, lambda y: torch.fft.fft(y).abs(), torch.abs, (x,)),

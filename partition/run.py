@@ -16,7 +16,7 @@ from torch.export import ExportedProgram, default_decompositions, exported_progr
 from torch.fx import GraphModule, Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.conversion.blob_cache import KeptBlob
+from coreml_delegate.conversion.blob_cache import CachedBlob
 from coreml_delegate.conversion.convert import check_translation
 from coreml_delegate.conversion.delegation_tags import tag_of
 from coreml_delegate.conversion.prepare import prepare
@@ -98,7 +98,7 @@ class PartitionedProgram:
 
     report: DelegationReport
     compile_options: Mapping[str, CompileOptions]
-    blobs: Mapping[str, KeptBlob]
+    blobs: Mapping[str, CachedBlob]
 
 
 def transform(program: ExportedProgram, options: PartitionerOptions) -> ExportedProgram:

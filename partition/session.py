@@ -17,7 +17,7 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.conversion.blob_cache import KeptBlob, Outcome
+from coreml_delegate.conversion.blob_cache import CachedBlob, Outcome
 from coreml_delegate.conversion.delegation_tags import remove_tags
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.module_scope import Scope, scopes_of
@@ -53,7 +53,7 @@ class ReportHistory:
         self._reports = list(reports)
         self._outcomes: list[Mapping[str, Outcome]] = [{} for _ in self._reports]
 
-    def add(self, report: DelegationReport, awaited: Mapping[str, KeptBlob]) -> None:
+    def add(self, report: DelegationReport, awaited: Mapping[str, CachedBlob]) -> None:
         """Add a report, with those blobs of its partitions by tag that are lowered next."""
         self._reports.append(report)
         self._outcomes.append({tag: blob.expect() for tag, blob in awaited.items()})
@@ -105,7 +105,7 @@ class LoweringSession:
         is_plan: bool = False,
     ) -> None:
         self.reports = ReportHistory(reports)
-        self.blobs: list[KeptBlob] = []
+        self.blobs: list[CachedBlob] = []
         self._options = options
         self._is_plan = is_plan
         self._wide = WideIntegers()
@@ -163,7 +163,7 @@ class LoweringSession:
         decompose_undelegated(program, self.preserved)
         require_out_variants(program)
 
-    def keep(self, blobs: Iterable[KeptBlob]) -> None:
+    def keep(self, blobs: Iterable[CachedBlob]) -> None:
         """Hold blobs until they are handed over, and no longer: they hold weights."""
         self.blobs = [blob for blob in self.blobs if blob.files is not None] + list(blobs)
 

@@ -1,1 +1,1 @@
-"""From a subgraph to a Core ML model by coremltools: tried, prepared, converted, kept."""
+"""Subgraphs to Core ML models by coremltools: trials, rewrites, conversion, caches."""

@@ -1,8 +1,8 @@
-"""Cache by which a blob made while partitioning reaches ``preprocess``: nothing is converted twice.
+"""In-memory cache that passes blobs from the partitioner to ``preprocess``.
 
-A partitioner converts each partition to prove that it converts. ExecuTorch then cuts the same
-partition out of the program, copies it, and asks the backend for its blob. A blob is handed over
-only for the same subgraph: same graph, same options, equal constants.
+The partitioner converts each partition to prove that it converts. ExecuTorch then cuts the same
+partition out of the program, copies it, and asks the backend for its blob. A blob is reused only
+for the same subgraph: same graph, same options, equal constants.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from coreml_delegate.formats.blob import Files
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The answer whether a partition shares its weights with other methods.
+    """Whether a partition shares its weights with other methods.
 
     Attributes:
-        methods: The methods whose partitions are functions of one model; empty if this one is a
-            model by itself.
-        reason: Why it is by itself; empty if it is not.
+        methods: The methods whose partitions are functions of one model; empty if the partition is
+            a separate model.
+        reason: Why it is separate; empty if it is not.
     """
 
     methods: tuple[str, ...] = ()
@@ -36,24 +36,24 @@ class Sharing:
 
 @dataclass(slots=True, eq=False)
 class Outcome:
-    """How a partition was lowered in the end, for the report.
+    """The outcome of a partition's lowering, for the report.
 
     Attributes:
-        sharing: None until its blob is handed over, and if there is only one method.
+        sharing: None until its blob is taken, and for a single method.
     """
 
     sharing: Sharing | None = None
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class KeptBlob:
-    """A blob in the cache, which keeps it as long as somebody holds this record.
+class CachedBlob:
+    """A blob in the cache, which has only weak references to this record.
 
     Attributes:
-        files: The files of the blob; None before it is made and after it is handed over.
+        files: The files of the blob; None before it is made and after it is taken.
         constants: The constants of the subgraph, each with its version.
-        outcomes: One for each partition that the blob is for, in the order in which they will be
-            lowered: methods may have equal partitions.
+        outcomes: One per partition with this blob, in lowering order: methods may have equal
+            partitions.
     """
 
     files: Files | None
@@ -61,14 +61,14 @@ class KeptBlob:
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
 
     def expect(self) -> Outcome:
-        """Add a partition that the blob is for, and return its outcome, filled in later."""
+        """Add a partition with this blob, and return its outcome, filled in later."""
         self.outcomes.append(Outcome())
         return self.outcomes[-1]
 
     def latest(self, count: int) -> list[Outcome]:
-        """Return the outcomes of the ``count`` partitions that are lowered now, in order.
+        """Return the last ``count`` outcomes, of the current lowering, in order.
 
-        Earlier outcomes belong to lowerings that were given up.
+        Earlier outcomes belong to abandoned lowerings.
         """
         missing = [Outcome() for _ in range(count - len(self.outcomes))]
         return [*missing, *self.outcomes[max(0, len(self.outcomes) - count) :]]
@@ -79,45 +79,45 @@ class KeptBlob:
         return files
 
 
-# By fingerprint; subgraphs that differ in the values of their constants have one fingerprint.
-_KEPT: dict[str, weakref.WeakSet[KeptBlob]] = {}
+# By fingerprint, which does not depend on the values of constants.
+_RECORDS: dict[str, weakref.WeakSet[CachedBlob]] = {}
 
 
 def fingerprint(program: ExportedProgram, options: CompileOptions) -> str:
-    """Return a digest of a subgraph, without the values of constants, and of its options."""
+    """Return a digest of a subgraph and its options, without the values of constants."""
     lines = [f"{spec.key}={bytes(spec.value)!r}" for spec in options.to_specs()]
     lines += [str(spec) for spec in program.graph_signature.input_specs]
     lines += [str(spec) for spec in program.graph_signature.output_specs]
     for node in program.graph.nodes:
         lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
         if node.op == "placeholder":  # the values of calls follow from these
-            lines.append(_described(node.meta.get("val")))
+            lines.append(_describe(node.meta.get("val")))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def keep(program: ExportedProgram, options: CompileOptions) -> KeptBlob:
-    """Add a record for a blob that is about to be made.
+def keep(program: ExportedProgram, options: CompileOptions) -> CachedBlob:
+    """Add a record for a blob that will be made.
 
     Args:
         program: The subgraph, before the conversion, which may change it.
         options: How it is lowered.
 
     Returns:
-        A record to put the files into, and to hold for as long as they may be needed.
+        A record for the files; the caller references it as long as they may be needed.
     """
-    for key in [key for key, records in _KEPT.items() if not records]:
-        del _KEPT[key]
-    record = KeptBlob(None, _constants(program))
-    _KEPT.setdefault(fingerprint(program, options), weakref.WeakSet()).add(record)
+    for key in [key for key, records in _RECORDS.items() if not records]:
+        del _RECORDS[key]
+    record = CachedBlob(None, _constants(program))
+    _RECORDS.setdefault(fingerprint(program, options), weakref.WeakSet()).add(record)
     return record
 
 
-def find(program: ExportedProgram, options: CompileOptions) -> KeptBlob | None:
-    """Return the record of this subgraph, if it has its blob, or None."""
-    if not _KEPT:
+def find(program: ExportedProgram, options: CompileOptions) -> CachedBlob | None:
+    """Return the record of this subgraph with its blob, or None."""
+    if not _RECORDS:
         return None
     constants = _tensors(program)
-    for record in _KEPT.get(fingerprint(program, options), ()):
+    for record in _RECORDS.get(fingerprint(program, options), ()):
         if record.files is not None and _same(record.constants, constants):
             return record
     return None
@@ -130,19 +130,19 @@ def take(program: ExportedProgram, options: CompileOptions) -> Files | None:
 
 
 def _constants(program: ExportedProgram) -> dict[str, tuple[torch.Tensor, int]]:
-    """Return the constants of a subgraph; a tensor's version counts the changes made in place."""
+    """Return constants with versions; a tensor's version counts in-place changes."""
     return {name: (tensor, tensor._version) for name, tensor in _tensors(program).items()}
 
 
 def _tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    held: dict[str, Any] = {**program.state_dict, **program.constants}
-    return {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    values: dict[str, Any] = {**program.state_dict, **program.constants}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-def _same(before: Mapping[str, tuple[torch.Tensor, int]], now: Mapping[str, torch.Tensor]) -> bool:
-    return before.keys() == now.keys() and all(
-        tensor._version == version and (tensor is now[name] or _equal(tensor, now[name]))
-        for name, (tensor, version) in before.items()
+def _same(old: Mapping[str, tuple[torch.Tensor, int]], new: Mapping[str, torch.Tensor]) -> bool:
+    return old.keys() == new.keys() and all(
+        tensor._version == version and (tensor is new[name] or _equal(tensor, new[name]))
+        for name, (tensor, version) in old.items()
     )
 
 
@@ -150,9 +150,9 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_described, value))}]"
+        return f"[{', '.join(map(_describe, value))}]"
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{list(value.shape)}{list(value.stride())}"
     return repr(value)

@@ -1,4 +1,4 @@
-"""Weights of a converted model, compressed by coremltools as the options ask."""
+"""Compression of a converted model's weights by coremltools, according to the options."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def compression_passes(ct: Any, options: CompileOptions) -> list[Compress]:
         options: How to lower.
 
     Raises:
-        OptionError: A value that coremltools does not take. The passes raise it for a weight that
-            several ops read, for which the options ask different compressions.
+        OptionError: Coremltools does not take a value. The passes raise it for a weight of several
+            ops with different configurations.
     """
     optimize = ct.optimize.coreml
     stages: list[tuple[Stage, str]] = []
@@ -51,20 +51,20 @@ def compression_passes(ct: Any, options: CompileOptions) -> list[Compress]:
     stages.extend((stage, OPTION) for stage in options.weight_compression or ())
     for stage, option in stages:
         _config(optimize, stage, option)
-    # What an earlier stage left is compressed further, not skipped.
+    # Later stages compress the result of earlier stages further, rather than skip it.
     return [
         partial(_compress, optimize, stage, option, {"joint_compression": True} if i else {})
         for i, (stage, option) in enumerate(stages)
     ]
 
 
-def linear_config(given: Mapping[str, Any]) -> Any:
+def linear_config(keywords: Mapping[str, Any]) -> Any:
     """Return coremltools' ``OpLinearQuantizerConfig`` with these keywords.
 
     Raises:
         OptionError: See ``compression_passes``.
     """
-    stage = {"config_type": LINEAR, "global_config": given}
+    stage = {"config_type": LINEAR, "global_config": keywords}
     return _config(coremltools().optimize.coreml, stage, LINEAR_OPTION).global_config
 
 
@@ -76,67 +76,67 @@ def _compress(
     names = {**(stage.get("op_name_configs") or {}), **_shared_weights(model, stage, option)}
     config = _config(optimize, {**stage, "op_name_configs": names}, option)
     scaled = any(c.get("enable_per_channel_scale") for _, c in configs_in(stage))
-    with _scales_in_tables() if scaled else nullcontext():
+    with _scale_tables() if scaled else nullcontext():
         return apply(model, config=config, **keywords)
 
 
 def _shared_weights(model: Any, stage: Stage, option: str) -> dict[str, Mapping[str, Any] | None]:
-    """Return the configurations of weights whose readers have different ones, by name.
+    """Return configurations, by name, of weights whose users have different configurations.
 
     Coremltools refuses such a weight, and with it the model. Here, a weight is compressed if one
-    reader has a configuration and the others have none: a table of embeddings that is the output
-    layer as well.
+    user has a configuration and the other users have not: an embedding table tied to the output
+    layer.
 
     Raises:
-        OptionError: Two readers ask for different compressions.
+        OptionError: Two users have different configurations.
     """
-    found: dict[str, Mapping[str, Any] | None] = {}
+    configs_by_name: dict[str, Mapping[str, Any] | None] = {}
     for op in _constants(model._mil_program):
-        readers = [reader for output in op.outputs for reader in output.child_ops]
-        configs = [config_of(stage, reader.op_type, reader.name) for reader in readers]
+        users = [user for output in op.outputs for user in output.child_ops]
+        configs = [config_of(stage, user.op_type, user.name) for user in users]
         if op.name in (stage.get("op_name_configs") or {}) or all(c == configs[0] for c in configs):
             continue
-        asked = [c for i, c in enumerate(configs) if c is not None and c not in configs[:i]]
-        if len(asked) == 1:
-            found[op.name] = asked[0]
-        elif not _is_compressed(op, asked):
-            found[op.name] = None
+        distinct = [c for i, c in enumerate(configs) if c is not None and c not in configs[:i]]
+        if len(distinct) == 1:
+            configs_by_name[op.name] = distinct[0]
+        elif not _is_compressed(op, distinct):
+            configs_by_name[op.name] = None
         else:
-            names = " and ".join(f"{reader.op_type} {reader.name!r}" for reader in readers)
+            names = " and ".join(f"{user.op_type} {user.name!r}" for user in users)
             raise OptionError(
                 f"{option} asks for different compressions of one weight",
                 got=f"{op.name!r}, which is read by {names}",
                 expected="one for all that read it",
                 remedy=f"Say in 'op_name_configs' what becomes of {op.name!r}",
             )
-    return found
+    return configs_by_name
 
 
 def _constants(program: Any) -> Iterator[Any]:
-    """Yield the ops whose results are constants that other ops read as they are."""
+    """Yield constant ops without ``constexpr_`` users."""
     for function in program.functions.values():
         for op in function.operations:
             if op.op_type == "const" or op.op_type.startswith("constexpr_"):
-                readers = [reader for output in op.outputs for reader in output.child_ops]
-                if not any(reader.op_type.startswith("constexpr_") for reader in readers):
+                users = [user for output in op.outputs for user in output.child_ops]
+                if not any(user.op_type.startswith("constexpr_") for user in users):
                     yield op
 
 
 def _is_compressed(op: Any, configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a constant is large enough for one of the configurations."""
+    """Return whether a constant is larger than the threshold of a configuration."""
     shape = op.outputs[0].shape
     smallest = min(config.get("weight_threshold", 2048) for config in configs)
     return len(shape) > 1 and math.prod(shape) > smallest
 
 
 @contextmanager
-def _scales_in_tables() -> Generator[None]:
+def _scale_tables() -> Generator[None]:
     """Work around two errors of coremltools 9.0 with a scale per channel.
 
-    It scales what is looked up in a table, by an op that macOS 26 does not load for the neural
-    engine (apple/coremltools#2688): here the table is scaled, which gives the same numbers. And it
-    divides a weight in place before it finds that the groups do not fit (apple/coremltools#2777):
-    here the weight is restored.
+    It scales the looked-up values by an op that macOS 26 does not load for the neural engine
+    (apple/coremltools#2688): here the table is scaled, which gives the same numbers. And it divides
+    a weight in place before it finds that the groups do not fit (apple/coremltools#2777): here the
+    weight is restored.
     """
     from coremltools.converters.mil import Builder
     from coremltools.optimize.coreml._quantization_passes import palettize_weights
@@ -145,12 +145,12 @@ def _scales_in_tables() -> Generator[None]:
     palettize: Any = palettize_weights
     transform, scale_weight = palettize.transform_op, mb.constexpr_blockwise_shift_scale
 
-    def restoring(self: Any, op: Any) -> None:
+    def transform_and_restore(self: Any, op: Any) -> None:
         weight = op.outputs[0].val
-        before = weight.copy()
+        original = weight.copy()
         transform(self, op)
-        if op.enclosing_block is not None:  # otherwise a palettized one has replaced it
-            weight[...] = before
+        if op.enclosing_block is not None:  # otherwise a palettized weight has replaced it
+            weight[...] = original
 
     def scale_table(data: Any, scale: Any, **keywords: Any) -> Any:
         lookup = data.op
@@ -159,7 +159,7 @@ def _scales_in_tables() -> Generator[None]:
         del keywords["offset"]
         scaled = mb.constexpr_lut_to_dense(
             indices=lookup.indices,
-            lut=lookup.lut.val * scale[..., None, None],  # entries, and elements of one
+            lut=lookup.lut.val * scale[..., None, None],  # axes of entries and of their elements
             vector_axis=lookup.vector_axis,
             **keywords,
         )
@@ -167,16 +167,16 @@ def _scales_in_tables() -> Generator[None]:
         return scaled
 
     with (
-        mock.patch.object(palettize, "transform_op", restoring),
+        mock.patch.object(palettize, "transform_op", transform_and_restore),
         mock.patch.object(mb, "constexpr_blockwise_shift_scale", scale_table),
     ):
         yield
 
 
 def _config(optimize: Any, stage: Stage, option: str) -> Any:
-    given = copy.deepcopy(dict(stage))  # coremltools takes it apart
+    stage_copy = copy.deepcopy(dict(stage))  # coremltools removes its items
     try:
-        return optimize.OptimizationConfig.from_dict(given)
+        return optimize.OptimizationConfig.from_dict(stage_copy)
     except Exception as error:
         raise OptionError(
             f"coremltools does not accept {option}",

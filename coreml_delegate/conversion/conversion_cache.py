@@ -1,9 +1,9 @@
 """The cache of conversions on disk: an unchanged subgraph is not converted a second time.
 
-An entry is the files of a blob, one after another, with their names and sizes as metadata. Its key
-is a digest of whatever the conversion reads: the subgraph with its constants, the options, and the
-sources of this package and the versions of those that take part. So a model of which one layer has
-changed finds the blobs of its other partitions.
+An entry has the files of a blob, concatenated, with their names and sizes as metadata. Its key is a
+digest of all inputs of the conversion: the subgraph with its constants, the options, the sources of
+this package and the versions of its dependencies. So if one layer of a model changes, the blobs of
+the other partitions are found.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from coreml_delegate.third_party import quiet_import
 FOLDER: Final = "converted"
 """Name of this cache's folder, in the folder of all caches."""
 
-# Their code takes part in a conversion.
+# Distributions whose code takes part in a conversion.
 _DISTRIBUTIONS: Final = ("coremltools", "executorch", "numpy", "torch", "torchao")
 _PACKAGE: Final = "coreml_delegate"
 
 
 @dataclass(frozen=True, slots=True)
 class ConversionCacheEntry:
-    """The place of one conversion in the cache, whether it has been made or not."""
+    """The cache entry of one conversion, present or not."""
 
     cache: EntryCache
     key: bytes
 
     @classmethod
     def of(cls, program: ExportedProgram, options: CompileOptions) -> ConversionCacheEntry | None:
-        """Return the place of a subgraph's conversion.
+        """Return the cache entry of a subgraph's conversion.
 
         Args:
             program: The subgraph, before the conversion, which may change it.
             options: How it is lowered.
 
         Returns:
-            None if the cache is off, or if the result depends on more than a key can tell: on
-            functions that a user has registered with coremltools, or on Core ML's compiler.
+            None if the cache is off, or if the result depends on inputs that the key lacks:
+            functions that a user has registered with coremltools, or Core ML's compiler.
 
         Raises:
             OptionError: See ``CacheOptions.from_environment``.
         """
-        given = CacheOptions.from_environment(FOLDER)
-        if given is None or options.model_type is ModelType.COMPILED_MODEL:
+        cache_options = CacheOptions.from_environment(FOLDER)
+        if cache_options is None or options.model_type is ModelType.COMPILED_MODEL:
             return None
         constants: dict[str, Any] = {**program.state_dict, **program.constants}
         if not all(_is_plain(value) for value in constants.values()):
             return None
         if any(node.op == "get_attr" for node in program.graph.nodes) or _is_extended():
             return None
-        if sum(value.nbytes for value in constants.values()) > given.limit_bytes:
+        if sum(value.nbytes for value in constants.values()) > cache_options.limit_bytes:
             return None
         digest = hashlib.sha256(_toolchain_versions().encode())
         digest.update(fingerprint(program, options).encode())
@@ -76,7 +76,7 @@ class ConversionCacheEntry:
         for name, value in sorted(constants.items()):
             digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
             digest.update(_bytes_of(value))
-        return cls(EntryCache(given), digest.digest())
+        return cls(EntryCache(cache_options), digest.digest())
 
     def find(self) -> Files | None:
         """Return the files of the blob, mapped from disk, or None."""
@@ -92,8 +92,8 @@ class ConversionCacheEntry:
 
     def keep(self, files: Files) -> None:
         """Write the files of the blob; a cache that cannot be written is not an error."""
-        described = {"files": [(name, size_of(content)) for name, content in files.items()]}
-        self.cache.write(self.key, described, *files.values())
+        metadata = {"files": [(name, size_of(content)) for name, content in files.items()]}
+        self.cache.write(self.key, metadata, *files.values())
 
 
 def _is_plain(value: Any) -> bool:
@@ -109,8 +109,8 @@ def _conversion_inputs_outside_graph(
     program: ExportedProgram, options: CompileOptions
 ) -> Iterable[str]:
     """Yield a line for each input of a conversion that the text of the graph lacks."""
-    yield from sorted(f"{symbol}: {found}" for symbol, found in program.range_constraints.items())
-    yield from sorted(f"{size} is {found}" for size, found in declared_ranges(program).items())
+    yield from sorted(f"{symbol}: {bounds}" for symbol, bounds in program.range_constraints.items())
+    yield from sorted(f"{size} is {bounds}" for size, bounds in declared_ranges(program).items())
     if options.keep_fp32.modules:
         for node in program.graph.nodes:
             yield f"{node.name} in {scopes_of(node)}"
@@ -131,7 +131,7 @@ def _version(distribution: str) -> str:
 
 
 def _is_extended() -> bool:
-    """Whether someone else has registered translations or passes with coremltools."""
+    """Whether other packages have registered translations or passes with coremltools."""
     with quiet_import():
         from coremltools.converters.mil.frontend.torch.torch_op_registry import (
             _TORCH_OPS_REGISTRY,  # pyright: ignore[reportPrivateUsage]  # no other access
@@ -142,5 +142,7 @@ def _is_extended() -> bool:
         *_TORCH_OPS_REGISTRY.name_to_func_mapping.values(),
         *PASS_REGISTRY.passes.values(),
     ]
-    known = ("coremltools", _PACKAGE)
-    return any(each.__module__.partition(".")[0] not in known for each in registered)
+    builtin_packages = ("coremltools", _PACKAGE)
+    return any(
+        function.__module__.partition(".")[0] not in builtin_packages for function in registered
+    )

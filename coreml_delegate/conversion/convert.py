@@ -1,6 +1,6 @@
 """Conversion of a subgraph by coremltools, to a model specification and weights.
 
-Nothing else in the package calls ``coremltools.convert``.
+Only this module calls ``coremltools.convert``.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ MilSource = tuple[Any, Mapping[str, Any]]
 # coremltools keeps global state while it converts, and tempfile.tempdir is global too.
 _LOCK = threading.Lock()
 
-_COMPARED = 2**20  # elements of two constants that are compared at once
+_COMPARE_CHUNK = 2**20  # elements of constants that are compared at once
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A subgraph as coremltools converted it.
+    """A converted subgraph.
 
     Attributes:
         spec: The ``Model`` message.
         package: The mlpackage on disk; it is removed at the end of ``convert_program``.
         compiled: The mlmodelc on disk, with ``ModelType.COMPILED_MODEL`` only.
         calls: Number of the call that an operation was translated from, by its first output.
-        fp32_constants: Constants that fp16 loses, by name; None if it was not to compute in fp16.
+        fp32_constants: Constants that fp16 loses, by name; None if the precision is not fp16.
     """
 
     spec: Any
@@ -89,9 +89,9 @@ def convert_program(
         in_fp32: Debug handles of calls that stay in fp32; see ``fp16.mark_fp32_calls``.
 
     Raises:
-        OptionError: An option that coremltools does not accept, as an unknown pass or op type.
+        OptionError: Coremltools does not accept an option, as an unknown pass or op type.
         ConversionError: Coremltools failed; the cause is chained.
-        LoweringError: Ahead-of-time compilation was asked for where there is no compiler.
+        LoweringError: Ahead-of-time compilation is requested, but there is no compiler.
     """
     if options.model_type is ModelType.COMPILED_MODEL:
         check_compiler()
@@ -104,8 +104,8 @@ def convert_mil(build: Callable[[], MilSource], options: CompileOptions) -> Gene
     """Convert a MIL program inside a temporary directory that is always removed.
 
     Args:
-        build: Makes the program with coremltools' builder, and keywords of ``coremltools.convert``
-            that describe it, as ``inputs``. It is called while coremltools' global state is held.
+        build: Returns the program, made with coremltools' builder, and keywords of
+            ``coremltools.convert`` such as ``inputs``. Called under the lock of coremltools' state.
         options: How to lower.
 
     Raises:
@@ -154,13 +154,12 @@ def temporary_folder() -> Generator[Path]:
 
 
 def check_translation(program: ExportedProgram, target: Opset | None) -> None:
-    """Let coremltools translate ``program`` to MIL, without optimizing or saving anything.
+    """Translate ``program`` to MIL by coremltools, without passes and without saving.
 
-    This is much cheaper than a conversion, and nearly all conversions that fail, fail here.
+    This is much cheaper than a conversion, and nearly all failing conversions fail here.
 
     Args:
-        program: As for ``convert_program``, but constants may be stand-ins of their shape and
-            dtype.
+        program: As for ``convert_program``, but constants may be zeros of their shape and dtype.
         target: Opset to translate to, or None for the oldest.
 
     Raises:
@@ -200,14 +199,14 @@ def _convert(
             _writing_halves_uncopied(),
             _collecting_new_objects_only(),
         ):
-            program, described = build()
-            written = str(folder / "converted.mlpackage")
-            model = ct.convert(program, package_dir=written, **keywords, **described)
+            program, inputs = build()
+            package_path = str(folder / "converted.mlpackage")
+            model = ct.convert(program, package_dir=package_path, **keywords, **inputs)
             del program
-            # A compressed model is another one, which has forgotten them.
+            # Before compression, which creates a new model without handles.
             calls = operation_calls(model._mil_program)
             is_fp16 = options.precision is Precision.FLOAT16
-            lost = lost_constants(model._mil_program, recorded) if is_fp16 else None
+            fp32_constants = lost_constants(model._mil_program, recorded) if is_fp16 else None
             for compress in compression:
                 gc.collect()
                 model = compress(model)
@@ -219,7 +218,7 @@ def _convert(
                 )
             # coremltools 9.1 removes the package of a compressed model with the object.
             package = Path(model.package_path).rename(folder / "model.mlpackage")
-            conversion = Conversion(model.get_spec(), package, compiled, calls, lost)
+            conversion = Conversion(model.get_spec(), package, compiled, calls, fp32_constants)
             # The MIL program holds the weights, and itself in cycles.
             del model
             gc.collect()
@@ -228,38 +227,37 @@ def _convert(
 
 
 def _return_freed_memory() -> None:
-    """Give the memory of constants that were freed back to the system.
+    """Return freed memory of constants to the system.
 
-    Glibc keeps blocks of up to 32 MB, which most weights are, for the process: 0.17 GB after two
-    methods of a language model of 88 million parameters. Elsewhere it is the allocator's business.
+    Glibc retains freed blocks of up to 32 MB, which most weights are: 0.17 GB after two methods of
+    a language model of 88 million parameters. Other allocators are left alone.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:  # other C libraries have none
+        if trim is not None:  # other C libraries lack it
             trim(0)
 
 
 def is_about_the_graph(error: Exception) -> bool:
-    """Return whether the graph made a lowering fail, so that a part of the graph may succeed.
+    """Return whether a lowering failed because of the graph, so that a part of it may succeed.
 
-    Options that are not accepted, and a lack of memory, disk space or a compiler, make every graph
-    fail.
+    With refused options, or without memory, disk space or a compiler, every graph fails.
     """
-    about_the_graph = (UnsupportedOperatorError, ConversionError, ContractError)
-    about_the_rest = (OptionError, LoweringError, OSError, MemoryError)
-    return isinstance(error, about_the_graph) or not isinstance(error, about_the_rest)
+    graph_errors = (UnsupportedOperatorError, ConversionError, ContractError)
+    other_errors = (OptionError, LoweringError, OSError, MemoryError)
+    return isinstance(error, graph_errors) or not isinstance(error, other_errors)
 
 
 @contextmanager
 def _collecting_new_objects_only() -> Generator[None]:
-    """Keep the garbage collector off the objects that exist already.
+    """Exclude existing objects from garbage collection.
 
     A full collection takes several times as long as the conversion of a small subgraph, because of
     the objects of torch and ExecuTorch. coremltools collects while it still holds the model; the
     caller does so afterwards instead.
     """
     with mock.patch("coremltools.converters._converters_entry.gc"):
-        if gc.get_freeze_count():  # the caller's own arrangement, which unfreezing would undo
+        if gc.get_freeze_count():  # unfreezing would undo the caller's freeze
             yield
             return
         gc.freeze()
@@ -273,19 +271,19 @@ def _collecting_new_objects_only() -> Generator[None]:
 def _validating_at_the_ends() -> Generator[None]:
     """Validate MIL before the first pass and after the last, rather than after each of about 110.
 
-    Passes that remove dead code are still followed by a validation, of source information too.
-    Validating changes nothing in a program, and takes about 40 % of the passes' time.
+    Passes that remove dead code are still followed by a validation, with source information.
+    Validation does not change a program, and takes about 40 % of the passes' time.
     """
     from coremltools.converters.mil.mil import Program
 
     validate = Program.validate
 
-    def seldom(program: Any, check_essential_scope: bool | None = None) -> None:
-        # Passes that need no check of their own say so: they pass False.
+    def validate_ends(program: Any, check_essential_scope: bool | None = None) -> None:
+        # Passes that need no check pass False.
         if check_essential_scope is not False:
             validate(program, bool(check_essential_scope))
 
-    with mock.patch.object(Program, "validate", seldom):
+    with mock.patch.object(Program, "validate", validate_ends):
         yield
 
 
@@ -304,19 +302,19 @@ def _tracing_compressed_constants_if_any() -> Generator[None]:
     trace = block_class._propagate_nonreplaceable_vars
     has_compressed = False
 
-    def noted(var: Any) -> bool:
+    def record(var: Any) -> bool:
         nonlocal has_compressed
         result = is_compressed(var)
         has_compressed |= result
         return result
 
     def trace_if_any(block: Any) -> None:
-        # Without one, the set of each value is empty from the start.
+        # Without compressed constants, the set of each value is empty.
         if has_compressed:
             trace(block)
 
     with (
-        mock.patch.object(var_class, "_is_nonreplaceable_var", staticmethod(noted)),
+        mock.patch.object(var_class, "_is_nonreplaceable_var", staticmethod(record)),
         mock.patch.object(block_class, "_propagate_nonreplaceable_vars", trace_if_any),
     ):
         yield
@@ -336,8 +334,8 @@ def _comparing_in_chunks() -> Generator[None]:
 
 
 def _all_close(a: Any, b: Any, rtol: float, atol: float) -> bool:
-    """Return what ``numpy.allclose`` does for arrays of one shape."""
-    rows = max(1, _COMPARED // max(1, a[0].size))
+    """``numpy.allclose`` of arrays of equal shape, in chunks."""
+    rows = max(1, _COMPARE_CHUNK // max(1, a[0].size))
     return all(
         np.allclose(a[start : start + rows], b[start : start + rows], rtol=rtol, atol=atol)
         for start in range(0, len(a), rows)
@@ -346,7 +344,7 @@ def _all_close(a: Any, b: Any, rtol: float, atol: float) -> bool:
 
 @contextmanager
 def _writing_halves_uncopied() -> Generator[None]:
-    """Let coremltools write an fp16 constant from where it lies, rather than from a second copy.
+    """Let coremltools write an fp16 constant without a second copy.
 
     The largest is the embedding table of a language model: a gigabyte for 128,000 tokens of 4,096
     values.
@@ -356,24 +354,24 @@ def _writing_halves_uncopied() -> Generator[None]:
     name = "_get_offset_by_writing_data"
     write: Any = getattr(helper, name)
 
-    def written(var: Any, writer: Any) -> Any:
+    def write_uncopied(var: Any, writer: Any) -> Any:
         if var.val.dtype != np.float16:
             return write(var, writer)
         return writer.write_fp16_data(np.ascontiguousarray(var.val).reshape(-1).view(np.uint16))
 
-    with mock.patch.object(helper, name, written):
+    with mock.patch.object(helper, name, write_uncopied):
         yield
 
 
 @contextmanager
 def _conversion_errors(source: str = "pytorch") -> Generator[None]:
-    """Raise coremltools' errors as ``ConversionError``, with the node that it was translating."""
+    """Raise coremltools' errors as ``ConversionError``, with the node being translated."""
     from coremltools.converters.mil.frontend.torch import ops
 
     failed_at: list[str] = []
     translate = ops.convert_single_node
 
-    def watched(context: Any, node: Any) -> None:
+    def translate_and_record(context: Any, node: Any) -> None:
         try:
             translate(context, node)
         except Exception:
@@ -381,7 +379,7 @@ def _conversion_errors(source: str = "pytorch") -> Generator[None]:
             raise
 
     try:
-        with mock.patch.object(ops, "convert_single_node", watched):
+        with mock.patch.object(ops, "convert_single_node", translate_and_record):
             yield
     except (LoweringError, OptionError):
         raise
@@ -418,10 +416,10 @@ def check_compiler() -> None:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Silence coremltools' progress bars and numpy's warnings of arithmetic.
+    """Silence coremltools' progress bars and numpy's arithmetic warnings.
 
-    coremltools casts limits of fp32 to fp16, where infinity is the right result, and computes what
-    depends on constants alone: the logarithm of 0 is infinite, 0 / 0 is NaN, as on the device.
+    coremltools casts limits of fp32 to fp16, where infinity is the right result, and folds calls on
+    constants: the logarithm of 0 is infinite, 0 / 0 is NaN, as on the device.
     """
     import tqdm
 
@@ -436,42 +434,42 @@ def _quiet() -> Generator[None]:
         mock.patch(frontend, silent),
         mock.patch(passes, silent),
         mock.patch(compression, silent),
-        # Numbers in names count up over a process's life; equal models need equal bytes.
+        # Numbers in names count per process; equal models need equal bytes.
         mock.patch("coremltools.converters.mil.mil.Builder.name_count", defaultdict(int)),
     ):
         yield
 
 
-_KNOWN = (
+_EXPECTED_MESSAGES = (
     "ERROR - converting",
     "Saving value type of int64 into a builtin type of int32",
     "Saving value type of float64 into a builtin type of fp32",
 )
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether a log record of coremltools says something that its caller does not know.
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    """Return whether a log record of coremltools has news for the caller.
 
-    Failures are in the error that is raised, integers of 64 bits always become 32 bits wide, and so
-    do the floats of Python with which coremltools folds scalars. Those are all the floats of 64
-    bits there are: no record takes such tensors, except to cast them to fp32 as PyTorch does.
+    Failures are in the raised error, and int64 always becomes int32. fp64 becomes fp32 only for
+    Python floats by which coremltools folds scalars: op records take fp64 tensors only for a cast
+    to fp32, as in PyTorch.
     """
-    return not record.getMessage().lstrip().startswith(_KNOWN)
+    return not record.getMessage().lstrip().startswith(_EXPECTED_MESSAGES)
 
 
 @contextmanager
 def _filtered_log() -> Generator[None]:
     logger = logging.getLogger("coremltools")
-    logger.addFilter(_is_news)
+    logger.addFilter(_is_unexpected)
     try:
         yield
     finally:
-        logger.removeFilter(_is_news)
+        logger.removeFilter(_is_unexpected)
 
 
 @contextmanager
 def _silent_log() -> Generator[None]:
-    """Silence coremltools' warnings about a model that nobody will run."""
+    """Silence coremltools' warnings about a model that is not run."""
     logger = logging.getLogger("coremltools")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

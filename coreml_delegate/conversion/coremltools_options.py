@@ -1,4 +1,4 @@
-"""Compile options as coremltools takes them: keywords of ``convert``."""
+"""Compile options as keywords of ``coremltools.convert``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _EXCLUDED_PASSES = {"common::add_int16_cast"}
 
 
 def check_accepted(options: CompileOptions) -> None:
-    """Check that coremltools accepts the options it would be given.
+    """Check that coremltools accepts the options.
 
     Raises:
-        OptionError: A graph pass or MIL op that it does not know, or a compression of weights that
-            it does not take.
+        OptionError: Coremltools does not know a graph pass or MIL op, or does not take a
+            compression of weights.
     """
     ct = coremltools()
     _pipeline(ct, options)
@@ -38,7 +38,7 @@ def convert_keywords(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) 
         in_fp32: Debug handles of the calls that stay in fp32.
 
     Raises:
-        OptionError: A graph pass or MIL op that coremltools does not know.
+        OptionError: Coremltools does not know a graph pass or MIL op.
     """
     target = options.deployment_target
     return {
@@ -48,25 +48,25 @@ def convert_keywords(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) 
         "compute_units": ct.ComputeUnit[options.compute_unit.name],
         "pass_pipeline": _pipeline(ct, options),
         "compute_precision": _precision(ct, options, in_fp32),
-        # Loading is only needed, and only possible, where Core ML compiles ahead of time.
+        # Ahead-of-time compilation needs loading, which is only possible with Core ML.
         "skip_model_load": options.model_type is not ModelType.COMPILED_MODEL,
     }
 
 
 def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any:
-    """Return coremltools' precision; with ops that stay in fp32, the transform that knows them."""
+    """Return coremltools' precision, or its fp16 transform if ops stay in fp32."""
     keep = options.keep_fp32
     if options.precision is not Precision.FLOAT16 or not (keep.ops or in_fp32):
         return ct.precision(options.precision.value)
     from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
 
-    known = SSAOpRegistry.core_ops
+    core_ops = SSAOpRegistry.core_ops
     for name in keep.ops:
-        if name not in known:
+        if name not in core_ops:
             raise OptionError(
                 "keep_fp32 names an unknown MIL op",
                 got=repr(name),
-                expected=near_matches(name, known, ""),
+                expected=near_matches(name, core_ops, ""),
             )
     return ct.transform.FP16ComputePrecision(op_selector=fp16_selector(keep, in_fp32))
 
@@ -83,15 +83,15 @@ def pass_pipeline(pass_names: Sequence[str]) -> Any:
     """Return coremltools' ``PassPipeline`` with these passes.
 
     Raises:
-        OptionError: One is unknown.
+        OptionError: A pass is unknown.
     """
     ct = coremltools()
-    known = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
+    passes = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
     for name in pass_names:
-        if name not in known:
+        if name not in passes:
             raise OptionError(
                 "unknown coremltools pass",
                 got=repr(name),
-                expected=near_matches(name, known, ""),
+                expected=near_matches(name, passes, ""),
             )
     return ct.PassPipeline(list(pass_names), pipeline_name="coreml_delegate")

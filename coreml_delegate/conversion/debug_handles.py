@@ -1,13 +1,12 @@
-"""Debug handles: they tie the operations of a model to the calls that they were made from.
+"""Debug handles, which map the operations of a model to the calls that they were translated from.
 
-Coremltools hands the debug handle of a call on to the operations that it translates it to, and its
-passes to those that take their place. Of several calls that become one operation, only the last is
-known that way; so a call that has left no operation is counted among those of the first of its
-users that has.
+Coremltools copies the debug handle of a call to its operations, and its passes copy it to their
+replacements. An operation fused from several calls only has the handle of the last; so a call
+without operations is assigned to the operations of its first user that has some.
 
-A conversion is kept and found again by the content of a subgraph, whatever handles its calls have.
-So a conversion numbers the calls, in the order of the graph, and the handles of the subgraph at
-hand take the place of the numbers when the blob is made.
+Conversions are cached by the content of a subgraph, without debug handles. So a conversion numbers
+the calls, in the order of the graph, and the handles of the subgraph at hand replace the numbers
+when the blob is made.
 
 Source: coremltools 9.0, ``ScopeSource.EXIR_DEBUG_HANDLE`` and
 ``Program.construct_debug_handle_to_ops_mapping``, which has the same paths.
@@ -35,7 +34,7 @@ from coreml_delegate.formats.blob_layout import (
 from coreml_delegate.ops.call import GETITEM, target_name
 
 HANDLE = "debug_handle"
-"""Key of a node's metadata: ExecuTorch's, and coremltools'."""
+"""Key in a node's metadata, of ExecuTorch and of coremltools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class NumberedCall:
     Attributes:
         users: Numbers of the calls that use its result.
         sources: Numbers of the calls whose results it uses.
-        shapes: Shapes of its results, with None for sizes that vary.
+        shapes: Shapes of its results, with None for dynamic sizes.
     """
 
     users: tuple[int, ...]
@@ -54,29 +53,31 @@ class NumberedCall:
 
 
 def number_calls(program: ExportedProgram) -> dict[int, NumberedCall]:
-    """Give every call of a subgraph a debug handle of its own, before calls are rewritten.
+    """Give every call of a subgraph a distinct debug handle, before calls are rewritten.
 
-    An item of a result has the number of the call.
+    A ``getitem`` has the number of its call.
 
     Returns:
         The calls by number, from 1, in the order of the graph.
     """
     number: dict[Node, int] = {}
-    following = itertools.count(1)
+    numbers = itertools.count(1)
     for node in _calls(program):
-        number[node] = number[_producer(node)] if _is_item(node) else next(following)
+        number[node] = number[_producer(node)] if _is_item(node) else next(numbers)
         node.meta[HANDLE] = number[node]
     users: dict[int, dict[int, None]] = {n: {} for n in number.values()}
     sources: dict[int, dict[int, None]] = {n: {} for n in number.values()}
-    for node, own in number.items():
+    for node, number_of_node in number.items():
         for source in (number[n] for n in node.all_input_nodes if n in number):
-            if source != own:
-                users[source][own] = sources[own][source] = None
+            if source != number_of_node:
+                users[source][number_of_node] = sources[number_of_node][source] = None
     return {
-        own: NumberedCall(
-            tuple(users[own]), tuple(sources[own]), tuple(_shapes(node.meta.get("val")))
+        number_of_node: NumberedCall(
+            tuple(users[number_of_node]),
+            tuple(sources[number_of_node]),
+            tuple(_shapes(node.meta.get("val"))),
         )
-        for node, own in number.items()
+        for node, number_of_node in number.items()
         if not _is_item(node)
     }
 
@@ -88,17 +89,17 @@ def operation_calls(program: Any) -> dict[str, int]:
         program: A ``mil.Program`` of one function.
 
     Returns:
-        Numbers by the operation's first output, for those that have one.
+        Numbers by the operation's first output, for operations with a number.
     """
     from coremltools.converters.mil.mil.scope import ScopeSource
 
-    found: dict[str, int] = {}
+    calls: dict[str, int] = {}
     for function in program.functions.values():
         for operation in function.operations:
             handles: Any = operation.scopes.get(ScopeSource.EXIR_DEBUG_HANDLE) or (None,)
             if handles[0] is not None and operation.outputs:
-                found[operation.outputs[0].name] = handles[0]
-    return found
+                calls[operation.outputs[0].name] = handles[0]
+    return calls
 
 
 def describe(
@@ -113,54 +114,54 @@ def describe(
         version: Of coremltools.
 
     Returns:
-        The debug info, with the numbers of calls in the place of handles.
+        The debug info, with the numbers of calls instead of handles.
     """
-    places: dict[str, OperationPath] = {}
+    paths: dict[str, OperationPath] = {}
     numbers: dict[str, tuple[int, ...]] = {}
-    last: dict[int, str] = {}
+    last_symbols: dict[int, str] = {}
     shapes: dict[str, list[list[int | None]]] = {}
     operations = [
         (symbol, path, translated[output], shape)
         for symbol, path, output, shape in _operations(spec)
         if translated.get(output) in calls
     ]
-    merged = _merged(calls, {number for *_, number, _ in operations})
+    merged = _absorb_calls(calls, {number for *_, number, _ in operations})
     for symbol, path, number, shape in operations:
-        places[symbol] = path
+        paths[symbol] = path
         numbers[symbol] = merged[number]
-        last[number] = symbol
+        last_symbols[number] = symbol
         shapes[symbol] = shape
     return DebugInfo(
         version,
-        places,
+        paths,
         numbers,
         {
             symbol: len(calls[number].shapes)
-            for number, symbol in last.items()
-            if _agree(calls[number].shapes, shapes[symbol])
+            for number, symbol in last_symbols.items()
+            if _have_equal_shapes(calls[number].shapes, shapes[symbol])
         },
     )
 
 
 def with_handles(files: Files, handles: Sequence[int | None]) -> Files:
-    """Return the files of a blob with the handles of the calls that it stands for.
+    """Return the files of a blob with handles instead of numbers in its debug info.
 
     Args:
         files: The files; debug info has the numbers of calls.
-        handles: Handle of each call, see ``handles_of``; debug info of no handle is left out.
+        handles: Handle of each call, see ``handles_of``; without any, debug info is dropped.
     """
     numbered = debug_info_in(files)
     if numbered is None:
         return files
-    others = {name: held for name, held in files.items() if name != DEBUG_INFO}
+    other_files = {name: content for name, content in files.items() if name != DEBUG_INFO}
     info = renumber(numbered, handles)
-    return {**others, DEBUG_INFO: info.encode()} if info.handles else others
+    return {**other_files, DEBUG_INFO: info.encode()} if info.handles else other_files
 
 
 def of_function(info: DebugInfo | None, function: str) -> DebugInfo | None:
-    """Return the debug info of a model's one function, once it is a function among others.
+    """Return the debug info of a single-function model as a function of a larger model.
 
-    Operations of several functions may have one name: the function's comes before their symbols.
+    Functions may have operations of the same name: the function's name prefixes their symbols.
     """
     if info is None:
         return None
@@ -179,53 +180,57 @@ def of_function(info: DebugInfo | None, function: str) -> DebugInfo | None:
     )
 
 
-def united(infos: Iterable[DebugInfo | None]) -> DebugInfo | None:
-    """Return the debug info of a model from that of its functions; None if none has any."""
-    found = [info for info in infos if info is not None]
-    if not found:
+def merge_infos(infos: Iterable[DebugInfo | None]) -> DebugInfo | None:
+    """Merge the debug info of a model's functions; None without any debug info."""
+    present = [info for info in infos if info is not None]
+    if not present:
         return None
     return DebugInfo(
-        found[0].version,
-        {symbol: path for info in found for symbol, path in info.paths.items()},
-        {symbol: listed for info in found for symbol, listed in info.handles.items()},
-        {symbol: count for info in found for symbol, count in info.with_value.items()},
+        present[0].version,
+        {symbol: path for info in present for symbol, path in info.paths.items()},
+        {symbol: listed for info in present for symbol, listed in info.handles.items()},
+        {symbol: count for info in present for symbol, count in info.with_value.items()},
     )
 
 
 def handle_map(info: DebugInfo | None) -> Any:
-    """Return the map of symbols to handles that ExecuTorch keeps; None if there is no info.
+    """Return ExecuTorch's map of symbols to handles; None without debug info.
 
-    ExecuTorch annotates one handle for each symbol, but takes several.
+    ExecuTorch's annotation is one handle per symbol, but it takes several.
     """
     return None if info is None else {s: tuple(listed) for s, listed in info.handles.items()}
 
 
 def handles_of(program: ExportedProgram) -> tuple[int | None, ...]:
-    """Return the debug handle of each numbered call of a subgraph; None if a call has none."""
-    found = (node.meta.get(HANDLE) for node in _calls(program) if not _is_item(node))
-    return tuple(handle if isinstance(handle, int) and handle > 0 else None for handle in found)
+    """Return the debug handle of each numbered call of a subgraph, None if missing."""
+    handles = (node.meta.get(HANDLE) for node in _calls(program) if not _is_item(node))
+    return tuple(handle if isinstance(handle, int) and handle > 0 else None for handle in handles)
 
 
 def renumber(info: DebugInfo, handles: Sequence[int | None]) -> DebugInfo:
-    """Put handles in the place of the numbers of calls.
+    """Replace the numbers of calls by handles.
 
-    An operation's last handle is that of the call whose value it has. Several calls may have one
-    handle, of the call that they were decomposed from: the value is that of the last.
+    An operation has the value of the call of its last handle. Calls decomposed from one call share
+    a handle: the value is that of the last call.
     """
     latest = {handle: number for number, handle in enumerate(handles, start=1)}
-    found: dict[str, tuple[int, ...]] = {}
+    handles_by_symbol: dict[str, tuple[int, ...]] = {}
     values: dict[str, int] = {}
     for symbol, numbers in info.handles.items():
-        own = [(n, handle) for n in numbers if (handle := handles[n - 1]) is not None]
-        if not own:
+        numbers_and_handles = [
+            (n, handle) for n in numbers if (handle := handles[n - 1]) is not None
+        ]
+        if not numbers_and_handles:
             continue
-        # Of a handle that comes twice, the last one stays.
-        found[symbol] = tuple(dict.fromkeys(handle for _, handle in reversed(own)))[::-1]
-        number, handle = own[-1]
+        # Keep the last occurrence of a repeated handle.
+        handles_by_symbol[symbol] = tuple(
+            dict.fromkeys(handle for _, handle in reversed(numbers_and_handles))
+        )[::-1]
+        number, handle = numbers_and_handles[-1]
         if symbol in info.with_value and number == numbers[-1] == latest[handle]:
             values[symbol] = info.with_value[symbol]
-    paths = {symbol: info.paths[symbol] for symbol in found}
-    return replace(info, paths=paths, handles=found, with_value=values)
+    paths = {symbol: info.paths[symbol] for symbol in handles_by_symbol}
+    return replace(info, paths=paths, handles=handles_by_symbol, with_value=values)
 
 
 def _calls(program: ExportedProgram) -> Iterator[Node]:
@@ -246,30 +251,30 @@ def _shapes(value: Any) -> Iterator[tuple[int | None, ...]]:
             yield tuple(size if isinstance(size, int) else None for size in tensor.shape)
 
 
-def _merged(
+def _absorb_calls(
     calls: Mapping[int, NumberedCall], present: Iterable[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Return the calls that the operations of each call stand for, its own last.
+    """Return the calls assigned to the operations of each call, its own number last.
 
-    Each call is in one place: several would tie operations together that have nothing in common.
+    Each call is assigned once: otherwise it would connect unrelated operations.
 
     Args:
         calls: The calls by number.
-        present: Those that operations come from.
+        present: Numbers of calls with operations.
     """
     owner: dict[int, int | None] = {number: number for number in present}
     for number in sorted(calls.keys() - owner.keys(), reverse=True):
         owner[number] = _first(owner[user] for user in calls[number].users)
     for number in sorted(calls):
-        # Nothing computes with it: a change of nothing at the end.
+        # No user has operations: the call at the end computes nothing new.
         if owner[number] is None:
             owner[number] = _first(owner[source] for source in calls[number].sources)
-    found: dict[int, list[int]] = {number: [] for number in present}
+    absorbed_calls: dict[int, list[int]] = {number: [] for number in present}
     for number in sorted(calls):
-        holder = owner[number]
-        if holder is not None and holder != number:
-            found[holder].append(number)
-    return {number: (*absorbed, number) for number, absorbed in found.items()}
+        absorbing = owner[number]
+        if absorbing is not None and absorbing != number:
+            absorbed_calls[absorbing].append(number)
+    return {number: (*absorbed, number) for number, absorbed in absorbed_calls.items()}
 
 
 def _first(owners: Iterable[int | None]) -> int | None:
@@ -303,16 +308,16 @@ def _declared_shape(type_: Any) -> list[int | None]:
     ]
 
 
-def _agree(
+def _have_equal_shapes(
     results: Sequence[Sequence[int | None]], outputs: Sequence[Sequence[int | None]]
 ) -> bool:
-    """Whether an operation has the results of a call, as far as shapes tell.
+    """Whether an operation's outputs and a call's results have equal shapes.
 
-    The statistics of a norm in inference, for one, are empty results.
+    Empty results, as the statistics of a norm in inference, do not count.
     """
-    whole = [result for result in results if 0 not in result]
-    return len(whole) == len(outputs) and all(
+    nonempty = [result for result in results if 0 not in result]
+    return len(nonempty) == len(outputs) and all(
         len(result) == len(output)
         and all(a == b or None in (a, b) for a, b in zip(result, output, strict=True))
-        for result, output in zip(whole, outputs, strict=True)
+        for result, output in zip(nonempty, outputs, strict=True)
     )

@@ -1,28 +1,25 @@
-"""Precautions in a model that computes in fp16, whose numbers end at 65504.
+"""Rewrites and options that avoid overflow in fp16, whose maximum is 65504.
 
 **Calls that stay in fp32.** Some values need the range of fp32: the sum of squares in a norm over
-large activations, the scores before a softmax. coremltools decides op by op, and can be asked. An
-op is traced back to the call it was translated from by its debug handle, so every call that matters
-gets one of its own.
+large activations, the scores before a softmax. coremltools decides per op by a callback. An op is
+mapped to its call by its debug handle, so every such call gets a distinct handle.
 
-**Masks.** Models hide scores from a softmax by adding the smallest number of fp32. In fp16 that is
-minus infinity: where a row is hidden altogether, as that of a padded token, softmax divides zero by
-zero, and where it is multiplied by a mask of ones and zeros, every zero becomes a nan. fp32 has a
-finite number in both places, so fp16 is given its own.
+**Masks.** Models mask scores of a softmax by adding the smallest number of fp32, which is minus
+infinity in fp16: in a row that is masked completely, as that of a padded token, softmax divides
+zero by zero, and a product with a mask of ones and zeros turns zeros into nan. Such values are
+clamped to the finite range of fp16.
 
-**Scores.** Attention that is written out scales the products of queries and keys, which may have
-overflowed by then: ultralytics/ultralytics#24990. One of the factors is scaled instead, as fused
-attention does.
+**Scores.** Unfused attention scales the products of queries and keys, which may have overflowed
+before: ultralytics/ultralytics#24990. One of the factors is scaled instead, as in fused attention.
 
-**Norms.** Those that are written out square numbers first, which overflows from 256 on: the norm of
-such a row is zero, pytorch/executorch#19523, facebookresearch/ConvNeXt#80. What is squared is
-divided by its largest magnitude first.
+**Norms.** Unfused norms square numbers first, which overflows from 256 on: the norm of such a row
+is zero, pytorch/executorch#19523, facebookresearch/ConvNeXt#80. The squared tensor is divided by
+its largest magnitude first.
 
 **Constants beyond fp16.** Coremltools keeps an op in fp32 if one of its constants overflows. Its
-own check indexes each constant with integers of 64 bits, which takes several times the memory of
-the constant.
+own check indexes each constant with int64, which takes several times the memory of the constant.
 
-**Constants that fp16 loses** are recorded as they were: see ``formats.fp32_constants``.
+**Constants that fp16 loses** are recorded in fp32: see ``formats.fp32_constants``.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ def mark_fp32_calls(program: ExportedProgram, keep: KeepFp32) -> frozenset[int]:
     """Return the handles of the calls that stay in fp32.
 
     Args:
-        program: The subgraph, whose calls have been numbered, and not yet rewritten.
+        program: The subgraph, with numbered calls, before rewrites.
         keep: Which calls stay in fp32.
     """
     if not keep.modules and not keep.nodes:
@@ -82,19 +79,19 @@ def _stays_fp32(node: Node, op: str, handles: Collection[int], ops: Collection[s
 
 
 def fp16_selector(keep: KeepFp32, handles: frozenset[int]) -> OpSelector:
-    """Return the function that coremltools asks about each op of the translated program.
+    """Return the function that decides per op of the translated program.
 
     Args:
         keep: Names the MIL ops that stay in fp32.
-        handles: Debug handles of the calls that do; see ``mark_fp32_calls``.
+        handles: Debug handles of the calls that stay in fp32; see ``mark_fp32_calls``.
     """
     from coremltools.converters.mil.mil.scope import ScopeSource
 
     ops = frozenset(keep.ops)
 
     def may_cast(op: Any) -> bool:
-        found: Iterable[Any] = op.scopes.get(ScopeSource.EXIR_DEBUG_HANDLE) or ()
-        return op.op_type not in ops and handles.isdisjoint(found)
+        op_handles: Iterable[Any] = op.scopes.get(ScopeSource.EXIR_DEBUG_HANDLE) or ()
+        return op.op_type not in ops and handles.isdisjoint(op_handles)
 
     return may_cast
 
@@ -107,7 +104,7 @@ def _is_covered(node: Node, patterns: Iterable[ModulePattern]) -> bool:
 def avoid_fp16_overflow(
     program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]
 ) -> None:
-    """Rewrite scores, masks and norms so that they are finite in fp16 where they are in fp32.
+    """Rewrite scores, masks and norms so that values finite in fp32 are finite in fp16.
 
     Args:
         program: A prepared subgraph; edited in place.
@@ -123,13 +120,13 @@ def avoid_fp16_overflow(
 
 # Masks
 
-_LARGEST = float(torch.finfo(torch.float16).max)
-_INFINITE = 1e38
-"""Coremltools takes constants of this magnitude for infinity; with smaller ones it uses fp32."""
+_FP16_MAX = float(torch.finfo(torch.float16).max)
+_INFINITE_FROM = 1e38
+"""Coremltools takes constants from this magnitude on for infinity; smaller constants use fp32."""
 
 
 def _bound_masks(program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]) -> None:
-    """Clamp masks and scores that are finite in fp32, so that they are finite in fp16."""
+    """Clamp masks and scores to the finite range of fp16."""
     for node in list(program.graph.nodes):
         role = _role(node)
         if ScoreRole.SCALES in role and not _stays_fp32(node, "mul", in_fp32, ops):
@@ -148,7 +145,7 @@ def _bound_factors(node: Node) -> None:
     bounded = {
         name: _clamp(node, argument)
         for name, argument in zip(("self", "other"), node.args, strict=False)
-        if _exceeds(argument, _INFINITE)
+        if _exceeds(argument, _INFINITE_FROM)
     }
     if bounded:
         set_arguments(node, **bounded)
@@ -156,21 +153,21 @@ def _bound_factors(node: Node) -> None:
 
 def _clamp(node: Node, factor: Any) -> Any:
     if isinstance(factor, Node):
-        return insert(node, ATEN.clamp.default, factor, -_LARGEST, _LARGEST)
-    return max(-_LARGEST, min(_LARGEST, float(factor)))
+        return insert(node, ATEN.clamp.default, factor, -_FP16_MAX, _FP16_MAX)
+    return max(-_FP16_MAX, min(_FP16_MAX, float(factor)))
 
 
 def _bound_scores(node: Node) -> None:
-    """Clamp the scores of a softmax, if a mask may be among their terms."""
+    """Clamp the scores of a softmax, if their terms may include a mask."""
     scores = node.args[0]
-    if isinstance(scores, Node) and any(_hides(source) for source in _sources(scores)):
-        bounded = insert(node, ATEN.clamp.default, scores, -_LARGEST, _LARGEST)
+    if isinstance(scores, Node) and any(_may_overflow(source) for source in _score_sources(scores)):
+        bounded = insert(node, ATEN.clamp.default, scores, -_FP16_MAX, _FP16_MAX)
         node.args = (bounded, *node.args[1:])
 
 
-def _sources(scores: Node) -> Iterator[Any]:
-    """Yield where values of ``scores`` may come from: numbers, constants, and added inputs."""
-    for node, is_added in _origins(scores):
+def _score_sources(scores: Node) -> Iterator[Any]:
+    """Yield possible sources of values of ``scores``: numbers, constants, and added inputs."""
+    for node, is_added in _score_origins(scores):
         if node.op != "call_function":
             if is_added or is_stored(node):
                 yield node
@@ -178,12 +175,12 @@ def _sources(scores: Node) -> Iterator[Any]:
             yield from (a for a in node.args if isinstance(a, float | int))
 
 
-def _origins(scores: Node) -> Iterator[tuple[Node, bool]]:
-    """Yield the nodes whose values may be among ``scores``, and whether they come as a term."""
+def _score_origins(scores: Node) -> Iterator[tuple[Node, bool]]:
+    """Yield nodes whose values may propagate to ``scores``, and whether as a term of a sum."""
     seen: set[Node] = set()
-    open_ends = [(scores, False)]
-    while open_ends:
-        node, is_added = open_ends.pop()
+    pending = [(scores, False)]
+    while pending:
+        node, is_added = pending.pop()
         if node in seen:
             continue
         seen.add(node)
@@ -191,14 +188,14 @@ def _origins(scores: Node) -> Iterator[tuple[Node, bool]]:
         role = _role(node)
         if ScoreRole.PROPAGATES in role:
             adds = is_added or ScoreRole.ADDS in role
-            open_ends += [(source, adds) for source in node.all_input_nodes]
+            pending += [(source, adds) for source in node.all_input_nodes]
 
 
-def _hides(source: Any) -> bool:
-    """Return whether a source may have values that are infinite in fp16."""
+def _may_overflow(source: Any) -> bool:
+    """Return whether a source may have finite values beyond fp16."""
     if not is_stored(source):
         return value_of(source).dtype.is_floating_point
-    return _exceeds(source, _LARGEST)
+    return _exceeds(source, _FP16_MAX)
 
 
 def _exceeds(argument: Any, limit: float) -> bool:
@@ -218,14 +215,14 @@ _MIL_PRODUCTS = ("matmul", "einsum")
 def _scale_before_products(
     program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]
 ) -> None:
-    """Scale a factor of the products that become scores of a softmax, in place of the products.
+    """Scale a factor of the products that become scores of a softmax, instead of the products.
 
-    Only scales below one move: they are what may keep a product from overflowing.
+    Only scales below 1 are moved: these can avoid an overflow of the product.
     """
     for softmax in list(program.graph.nodes):
         if ScoreRole.NORMALIZES not in _role(softmax) or not isinstance(softmax.args[0], Node):
             continue
-        for node, _ in list(_origins(softmax.args[0])):
+        for node, _ in list(_score_origins(softmax.args[0])):
             product, scale = _scaled_product(node)
             if product is None:
                 continue
@@ -234,34 +231,34 @@ def _scale_before_products(
 
 
 def _scaled_product(node: Node) -> tuple[Node | None, float]:
-    """Return the product of matrices that a call scales, and the scale; None if there is none."""
-    none = None, 1.0
+    """Match ``matmul(a, b) * scale``; return the product (or None) and the scale."""
+    nothing = None, 1.0
     role = _role(node)
     if not role & (ScoreRole.SCALES | ScoreRole.DIVIDES) or node.kwargs:
-        return none
+        return nothing
     product, scale = node.args
     if ScoreRole.SCALES in role and is_stored(product):
         product, scale = scale, product
     value = stored_value(scale)
     if value is None or value.numel() != 1 or not isinstance(product, Node) or not value.item():
-        return none
+        return nothing
     number = float(value) if ScoreRole.SCALES in role else 1 / float(value)
     if not 0 < abs(number) < 1:
-        return none
+        return nothing
     if ScoreRole.MULTIPLIES not in _role(product) or len(product.users) > 1:
-        return none
+        return nothing
     factors = product.all_input_nodes
     if len(factors) != 2:
-        return none  # a square, each of whose factors would be scaled, or a sum
+        return nothing  # a square, of which both factors would be scaled, or a sum
     if value_of(product).shape != value_of(node).shape or any(u.op == "output" for u in node.users):
-        return none
+        return nothing
     if any(target_name(factor.target) in DEQUANTIZE for factor in factors):
-        return none  # such a product may be one of integers
+        return nothing  # such a product may be computed in integers
     return product, number
 
 
 def _scale_before(product: Node, node: Node, scale: float) -> None:
-    """Replace ``node``, which is ``product`` times ``scale``, by the product of a scaled factor."""
+    """Replace ``node``, ``product * scale``, by a product with a scaled factor."""
     factor = min(product.all_input_nodes, key=lambda factor: elements(value_of(factor)))
     scaled = insert(product, ATEN.mul.Scalar, factor, scale)
     scaled.meta = {**node.meta, "val": scaled.meta["val"]}
@@ -278,7 +275,7 @@ _MIL_SQUARES = ("reduce_mean", "reduce_sum")
 def _scale_squares(
     program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]
 ) -> None:
-    """Divide what is squared below a root by its largest magnitude."""
+    """Divide the squared tensors of roots of squares by their largest magnitudes."""
     for node in list(program.graph.nodes):
         root = root_of_squares(node)
         if root is None:
@@ -294,7 +291,7 @@ _CHUNK = 2**20  # elements
 
 @contextmanager
 def chunked_overflow_check() -> Generator[None]:
-    """Make coremltools' fp16 pass use ``overflows``, which looks at constants in chunks."""
+    """Make coremltools' fp16 pass use ``overflows``, which checks constants in chunks."""
     with quiet_import():
         from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
 
@@ -303,7 +300,7 @@ def chunked_overflow_check() -> Generator[None]:
 
 
 def overflows(op: Any) -> bool:
-    """Return whether an op takes a constant that is finite and beyond fp16.
+    """Return whether an op has a constant with finite values beyond fp16.
 
     Args:
         op: A MIL operation.
@@ -312,8 +309,8 @@ def overflows(op: Any) -> bool:
 
 
 def _fp32_constants(op: Any) -> Iterator[Any]:
-    for given in op.inputs.values():
-        for var in given if isinstance(given, list | tuple) else (given,):
+    for argument in op.inputs.values():
+        for var in argument if isinstance(argument, list | tuple) else (argument,):
             if var.op is None or var.op.op_type != "const":
                 continue
             if var.is_tensor_or_scalar_of(dtype="fp32"):
@@ -325,7 +322,7 @@ def _exceeds_fp16(values: np.ndarray[Any, Any]) -> bool:
     flags: Any = ["external_loop", "buffered", "zerosize_ok"]
     for chunk in np.nditer(values, flags=flags, order="K", buffersize=_CHUNK):
         magnitudes = np.abs(chunk)
-        if ((magnitudes > _LARGEST) & (magnitudes < _INFINITE)).any():
+        if ((magnitudes > _FP16_MAX) & (magnitudes < _INFINITE_FROM)).any():
             return True
     return False
 
@@ -335,9 +332,9 @@ def _exceeds_fp16(values: np.ndarray[Any, Any]) -> bool:
 
 @contextmanager
 def recording_fp32_constants() -> Generator[Mapping[str, np.ndarray[Any, Any]]]:
-    """Yield a mapping that gets the constants that coremltools' fp16 pass rounds and fp16 loses.
+    """Yield a mapping that records the constants that coremltools' fp16 pass loses by rounding.
 
-    They are in fp32, by the names of the rounded ones.
+    The values are in fp32, by the names of the rounded constants.
     """
     with quiet_import():
         from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision

@@ -1,8 +1,8 @@
-"""Python forms of the native modules by which coremltools writes and reads files.
+"""Python replacements of coremltools' native modules that write and read files.
 
-Coremltools has wheels for macOS and for Linux on x86-64. Elsewhere pip builds it from its sources
-without ``libmilstoragepython`` and ``libmodelpackage``, and it could write no model. Weight files
-are the same to the byte, and packages but for the identifiers of their items.
+Coremltools has wheels for macOS and for Linux on x86-64. On other systems pip builds it from source
+without ``libmilstoragepython`` and ``libmodelpackage``, so that it cannot write models. Weight
+files are byte-identical, and packages differ only in the identifiers of their items.
 
 Source: coremltools' ``mlmodel/src/MILBlob``; ``formats.weight_file`` and ``formats.mlpackage`` have
 the layouts.
@@ -120,7 +120,7 @@ def _create_package(
     path = Path(package_path or tempfile.mkdtemp(suffix=".mlpackage"))
     weights = map_folder(Path(weights_dir)) if weights_dir is not None else {}
     files = assemble(spec.SerializeToString(), weights)
-    # Coremltools asks for the folder of weights where there are none.
+    # Coremltools needs the weights folder even without weights.
     write_folder(files, path, folders=[WEIGHTS_FOLDER], overwrite=True)
     return str(path)
 
@@ -142,31 +142,31 @@ def _load_spec(path: str) -> Any:
 
 
 def _find_weights(path: str) -> str | None:
-    """Return the folder of an mlpackage's weights; None if there is no such folder."""
+    """Return the weights folder of an mlpackage, None if missing."""
     weights = _weights_of(Path(path))
     return str(weights) if weights.is_dir() else None
 
 
 @contextmanager
 def native_parts() -> Generator[None]:
-    """Let coremltools write and read files where it was built without its native modules."""
+    """Patch coremltools to write and read files if it was built without its native modules."""
     coremltools()
     from coremltools.converters.mil.backend.mil import load as writing
     from coremltools.converters.mil.frontend.milproto import load as reading
     from coremltools.models import model
 
-    absent: list[tuple[Any, str, Any]] = []
+    patches_needed: list[tuple[Any, str, Any]] = []
     if writing.BlobWriter is None:
-        absent.append((writing, "BlobWriter", BlobStorageWriter))
+        patches_needed.append((writing, "BlobWriter", BlobStorageWriter))
     if reading.BlobReader is None:
-        absent.append((reading, "BlobReader", BlobStorageReader))
+        patches_needed.append((reading, "BlobReader", BlobStorageReader))
     if vars(model)["_ModelPackage"] is None:
-        absent += [
+        patches_needed += [
             (model, "_create_mlpackage", _create_package),
             (model, "_load_spec", _load_spec),
             (model, "_try_get_weights_dir_path", _find_weights),
         ]
     with ExitStack() as patches:
-        for owner, name, replacement in absent:
+        for owner, name, replacement in patches_needed:
             patches.enter_context(mock.patch.object(owner, name, replacement))
         yield

@@ -1,12 +1,12 @@
 """Rewrites of a subgraph that coremltools needs before it converts.
 
-The rewrite of an op stands in its record: where Core ML has the op, perhaps as several, and
-coremltools translates it wrongly or not in the form it comes in.
+The record of an op has its rewrite, if Core ML can express the op, but coremltools translates it
+wrongly or not in this form.
 
-Tensors cross the boundary of a delegate in their own dtype. The device runtime, as ours, casts them
-to and from the dtype of the model's features: fp16 and fp64 to fp32, integers of 8 and 16 bits to
-int32. Inside, such floats do not occur, and such integers are only moved, or cast: there the values
-wrap around as they do in PyTorch.
+Tensors cross the boundary of a delegate in their own dtype. The device runtime, as the runtime of
+this project, casts them to and from the dtype of the model's features: fp16 and fp64 to fp32,
+integers of 8 and 16 bits to int32. Inside, such floats do not occur, and such integers are only
+moved, or cast: casts wrap values around as in PyTorch.
 
 Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``multiarray`` conversion.
 """
@@ -35,11 +35,11 @@ from coreml_delegate.ops.record import OpRecord
 def prepare(
     program: ExportedProgram, then: Callable[[ExportedProgram], None] | None = None
 ) -> None:
-    """Rewrite ``program`` in place; what it computes does not change.
+    """Rewrite ``program`` in place, without a change of its results.
 
     Args:
         program: A subgraph.
-        then: Further rewrites, of the prepared program and of each branch that it holds.
+        then: Further rewrites, of the prepared program and of each of its branches.
 
     Raises:
         ContractError: See ``make_states``.
@@ -58,7 +58,7 @@ def prepare(
     _retype_floats(program)
     _set_row_major_strides(program)
     _widen_integers(program)
-    # A rewrite may compute one of an op's results by itself and leave the op without users.
+    # A rewrite may replace the only used result of an op, and leave the op without users.
     program.graph.eliminate_dead_code()
     outputs: Any = program.graph.output_node().args[0]
     for output in dict.fromkeys(outputs):
@@ -70,7 +70,7 @@ def prepare(
 
 
 def _prepare_branches(node: Node, then: Callable[[ExportedProgram], None] | None) -> None:
-    """Rewrite the branches that a call of control flow holds."""
+    """Rewrite the branches of a control flow call."""
     text, *arguments = node.args
     branches = read_branches(str(text))
     for branch in branches:
@@ -80,7 +80,7 @@ def _prepare_branches(node: Node, then: Callable[[ExportedProgram], None] | None
 
 
 def _leave_edge_dialect(branch: ExportedProgram) -> None:
-    """Name calls by their ATen overloads again: ``torch.export`` writes no other."""
+    """Replace edge ops by their ATen overloads: ``torch.export.save`` writes only those."""
     for node in branch.graph.nodes:
         if node.op == "call_function":
             node.target = unwrap_edge_op(node.target)
@@ -88,7 +88,7 @@ def _leave_edge_dialect(branch: ExportedProgram) -> None:
 
 
 def _merge_dimensions(program: ExportedProgram) -> None:
-    """Do without tensors of more dimensions than Core ML has."""
+    """Rewrite calls on tensors of more than five dimensions."""
     for node in list(program.graph.nodes):
         record = _record(node)
         if record is not None and record.merge is not None and has_high_rank(OpCall.of(node)):
@@ -101,9 +101,9 @@ def _record(node: Node) -> OpRecord | None:
 
 
 def _may_be_skipped(node: Node) -> bool:
-    """Return whether coremltools may translate the node to its argument, because nothing changes.
+    """Return whether coremltools may translate the node to its argument, because values are equal.
 
-    The output would then have the name of the argument, and two features one name.
+    The output would then have the name of the argument, and two features would share a name.
     """
     record = _record(node)
     if record is None or not record.moves_data:
@@ -119,22 +119,22 @@ def _may_be_skipped(node: Node) -> bool:
 
 
 def _add_identity(node: Node) -> None:
-    """Put an identity after the node, which coremltools translates to an op with a name."""
+    """Insert an identity after the node that coremltools translates to a named op."""
     dims = value_of(node).dim()
-    before = insert(node, node.target, *node.args, **node.kwargs)
+    call = insert(node, node.target, *node.args, **node.kwargs)
     if dims:
-        become(node, ATEN.permute_copy.default, before, list(range(dims)))
+        become(node, ATEN.permute_copy.default, call, list(range(dims)))
     else:
-        become(node, ATEN.view_copy.default, before, [])
+        become(node, ATEN.view_copy.default, call, [])
 
 
 # Dtypes and strides at the boundary
 
 
 def _retype_floats(program: ExportedProgram) -> None:
-    """Make fp16 and fp64 inputs, and casts to such outputs, fp32.
+    """Turn fp16 and fp64 inputs, and casts to such outputs, into fp32.
 
-    The rules let nothing else in a subgraph have these dtypes.
+    The rules allow these dtypes nowhere else in a subgraph.
     """
     inputs = set(program.graph_signature.user_inputs)
     for node in program.graph.nodes:
@@ -151,8 +151,7 @@ def _retype_floats(program: ExportedProgram) -> None:
 def _set_row_major_strides(program: ExportedProgram) -> None:
     """Give row-major inputs the strides of a contiguous tensor.
 
-    Coremltools asks for the dim order, which looks transposed for some strides of dimensions of one
-    element.
+    Coremltools reads the dim order, which may look transposed if a dimension has size 1.
     """
     inputs = set(program.graph_signature.user_inputs)
     for node in program.graph.find_nodes(op="placeholder"):
@@ -162,7 +161,7 @@ def _set_row_major_strides(program: ExportedProgram) -> None:
 
 
 def _widen_integers(program: ExportedProgram) -> None:
-    """Make integers of 8 and 16 bits int32; the rules let them be moved and cast, nothing else."""
+    """Turn integers of 8 and 16 bits into int32; the rules only allow to move and cast them."""
     for node in list(program.graph.nodes):
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.dtype not in NARROW:
@@ -173,12 +172,12 @@ def _widen_integers(program: ExportedProgram) -> None:
 
 
 def _wrap_around(node: Node, source: Node, limits: torch.iinfo) -> None:
-    """Cast to int32 and bring the values into the narrow range, as a cast to it does."""
-    whole = insert(node, ATEN._to_copy.default, source, dtype=torch.int32)
+    """Cast to int32 and wrap values around to the narrow range."""
+    shifted = insert(node, ATEN._to_copy.default, source, dtype=torch.int32)
     count = limits.max - limits.min + 1
     if limits.min:
-        whole = insert(node, ATEN.sub.Tensor, whole, limits.min)
-    rest = insert(node, ATEN.remainder.Scalar, whole, count)
+        shifted = insert(node, ATEN.sub.Tensor, shifted, limits.min)
+    wrapped = insert(node, ATEN.remainder.Scalar, shifted, count)
     if limits.min:
-        rest = insert(node, ATEN.add.Tensor, rest, limits.min)
-    become(node, ATEN._to_copy.default, rest, dtype=torch.int32)
+        wrapped = insert(node, ATEN.add.Tensor, wrapped, limits.min)
+    become(node, ATEN._to_copy.default, wrapped, dtype=torch.int32)

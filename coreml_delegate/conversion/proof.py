@@ -1,8 +1,8 @@
-"""The proof that Core ML really takes what the rules accept: calls are tried, partitions converted.
+"""Proves by trials that Core ML takes the calls and partitions that the rules accept.
 
-A call is translated by itself; see ``conversion.trial``. A partition is converted whole, and its
-blob is kept for ``CoreMLBackend.preprocess``. If it fails, the call at fault is the one coremltools
-names, or the last one of the shortest beginning of the partition that fails.
+A call is translated in a program of its own; see ``conversion.trial``. A partition is converted,
+and its blob is cached for ``CoreMLBackend.preprocess``. If it fails, the call at fault is the call
+that coremltools names, or the last call of the shortest prefix of the partition that fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion import blob_cache
-from coreml_delegate.conversion.blob_cache import KeptBlob
+from coreml_delegate.conversion.blob_cache import CachedBlob
 from coreml_delegate.conversion.convert import is_about_the_graph
 from coreml_delegate.conversion.delegation_tags import cut_partitions, tag_of
 from coreml_delegate.conversion.subgraph import call_of, program_of, without_memory
@@ -35,15 +35,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SubgraphLowering:
-    """The functions that lower a subgraph; ``preprocess``, which is above this package, has them.
+    """The functions of ``preprocess``, a layer above this package, that lower a subgraph.
 
     Each takes the subgraph, which it may change, and the compile options.
 
     Attributes:
-        check: Raises if the options cannot be those of this subgraph, whatever coremltools says.
+        check: Raises if the options do not fit the subgraph, regardless of coremltools.
         build: Returns the files of the blob.
-        translate: Raises if coremltools does not translate the subgraph, whose values may be
-            missing.
+        translate: Raises if coremltools does not translate the subgraph; its constants may lack
+            values.
     """
 
     check: Callable[[ExportedProgram, CompileOptions], object]
@@ -57,27 +57,27 @@ class ConversionProof:
     Args:
         program: In ATen or edge dialect; its parameters and buffers may be fake.
         lowering: How to lower a partition.
-        constants_inside: Whether Core ML is given the program's constants.
+        constants_inside: Whether the Core ML model has the program's constants.
 
     Attributes:
         values: Real values of parameters and buffers by name, as far as they are at hand.
-        blobs: By tag the blobs of the partitions converted last. They wait for
-            ``CoreMLBackend.preprocess`` as long as they are held here, or elsewhere.
+        blobs: Blobs of the partitions converted last, by tag. They stay cached for
+            ``CoreMLBackend.preprocess`` as long as they are referenced.
     """
 
     def __init__(
         self, program: ExportedProgram, lowering: SubgraphLowering, *, constants_inside: bool = True
     ) -> None:
         self.values: Mapping[str, torch.Tensor] = real_values(program.state_dict)
-        self.blobs: Mapping[str, KeptBlob] = {}
+        self.blobs: Mapping[str, CachedBlob] = {}
         self._program = program
         self._lowering = lowering
         self._constants = {
             node: without_memory(self.values.get(key, node.meta["val"] if value is None else value))
             for node, key, value in (stored_constants(program) if constants_inside else ())
         }
-        # A call alone is given dequantized weights as the floats that they stand for.
-        self._known = self._constants | {
+        # A single call takes dequantized weights as constants of floats.
+        self._float_constants = self._constants | {
             node: without_memory(node.meta["val"])
             for node in program.graph.nodes
             if node.op == "call_function" and is_derived(node, self._constants)
@@ -87,14 +87,16 @@ class ConversionProof:
     def untranslatable_calls(
         self, calls: Iterable[Node], target: Opset | None
     ) -> dict[Node, Reason]:
-        """Return the calls that coremltools fails to translate by themselves, with the reasons.
+        """Return the calls that coremltools fails to translate one by one, with the reasons.
 
         Args:
             calls: Accepted by the rules.
             target: Opset of the deployment target; None if any may be demanded.
         """
-        tried = [c for c in calls if c not in self._known and _can_be_tried_alone(c)]
-        verdicts = TRIALS.verdicts(tried, self._program, self._known, target)
+        candidates = [
+            c for c in calls if c not in self._float_constants and _can_be_translated_alone(c)
+        ]
+        verdicts = TRIALS.verdicts(candidates, self._program, self._float_constants, target)
         self._since.update((call, v.since) for call, v in verdicts.items() if v.since is not None)
         return {call: reason_of(call, v) for call, v in verdicts.items() if v.since is None}
 
@@ -109,14 +111,14 @@ class ConversionProof:
             partitions: The compile options of each partition by its tag.
 
         Returns:
-            The calls that keep a partition from being converted, at least one for each that fails.
+            The calls at fault for partitions that do not convert, at least one per partition.
 
         Raises:
-            OptionError: An option coremltools does not take.
+            OptionError: Coremltools does not take an option.
             ContractError: See ``SubgraphLowering.check``.
         """
-        found: dict[Node, Reason] = {}
-        blobs: dict[str, KeptBlob] = {}
+        reasons: dict[Node, Reason] = {}
+        blobs: dict[str, CachedBlob] = {}
         nodes = {node.name: node for node in self._program.graph.nodes}
         subgraphs = cut_partitions(
             self._program, list(partitions), self.values, constants_inside=bool(self._constants)
@@ -124,8 +126,8 @@ class ConversionProof:
         for tag, subgraph in subgraphs.items():
             options = partitions[tag]
             self._lowering.check(subgraph, options)
-            # Placeholders are left out: they have the names of calls outside of the partition.
-            inside = {
+            # Without placeholders, which have the names of calls outside of the partition.
+            calls_by_name = {
                 node.name: nodes[node.name]
                 for node in subgraph.graph.nodes
                 if node.op == "call_function" and node.name in nodes
@@ -133,23 +135,25 @@ class ConversionProof:
             error = self._convert(tag, subgraph, options, blobs)
             if error is None:
                 continue
-            blamed = blamed_call(subgraph, inside, error)
-            culprits = self._search(list(inside.values()), options) if blamed is None else [blamed]
+            blamed = blamed_call(subgraph, calls_by_name, error)
+            blamed_calls = (
+                self._search(list(calls_by_name.values()), options) if blamed is None else [blamed]
+            )
             logger.info(
                 "partition %s does not convert because of %s: %s",
                 tag,
-                ", ".join(node.name for node in culprits),
+                ", ".join(node.name for node in blamed_calls),
                 error,
             )
             text = f"the partition does not convert with it: {message_of(error)}"
-            found.update((node, Reason(ReasonCode.CONVERSION, text)) for node in culprits)
-        # The blobs of the last round are let go now only: this one has taken over those that fit.
+            reasons.update((node, Reason(ReasonCode.CONVERSION, text)) for node in blamed_calls)
+        # Release the blobs of the last round only now: this round has reused matching blobs.
         self.blobs = blobs
-        return found
+        return reasons
 
     @property
     def _has_all_values(self) -> bool:
-        """Whether partitions can be converted; if values are missing, they are translated only."""
+        """Whether partitions can be converted; without values, they are only translated."""
         return not any(
             isinstance(self.values.get(key, value), FakeTensor)
             for key, value in self._program.state_dict.items()
@@ -160,9 +164,9 @@ class ConversionProof:
         tag: str,
         subgraph: ExportedProgram,
         options: CompileOptions,
-        blobs: dict[str, KeptBlob],
+        blobs: dict[str, CachedBlob],
     ) -> Exception | None:
-        """Convert one partition and add its blob; return what went wrong, or None."""
+        """Convert one partition and add its blob; return the error, or None."""
         if not self._has_all_values:
             return _error_of(self._lowering.translate, subgraph, options)
         record = blob_cache.find(subgraph, options)
@@ -178,10 +182,10 @@ class ConversionProof:
         return None
 
     def _search(self, calls: Sequence[Node], options: CompileOptions) -> list[Node]:
-        """Return the calls at fault of a partition that fails without a call being named."""
+        """Return the calls at fault for a partition whose error names no call."""
         low, high = 0, len(calls)
         if not self._fails(calls, options):
-            # It fails as a whole alone, by its boundary: no call is more to blame than another.
+            # Only the partition as cut fails, by its boundary: all calls are equally at fault.
             return list(calls)
         while high - low > 1:
             middle = (low + high) // 2
@@ -192,13 +196,13 @@ class ConversionProof:
         return [call_of(calls[high - 1])]
 
     def _fails(self, calls: Sequence[Node], options: CompileOptions) -> bool:
-        inside = {node: value for node, value in self._constants.items() if tag_of(node)}
-        part, _ = program_of(calls, self._program, constants=inside)
+        constants = {node: value for node, value in self._constants.items() if tag_of(node)}
+        subprogram, _ = program_of(calls, self._program, constants=constants)
         lower = self._lowering.build if self._has_all_values else self._lowering.translate
-        return _error_of(lower, part, options) is not None
+        return _error_of(lower, subprogram, options) is not None
 
 
-def _can_be_tried_alone(call: Node) -> bool:
+def _can_be_translated_alone(call: Node) -> bool:
     name = target_name(call.target)
     record = record_of(name)
     return name != GETITEM and (record is None or record.alone)
@@ -209,7 +213,7 @@ def _error_of(
     program: ExportedProgram,
     options: CompileOptions,
 ) -> Exception | None:
-    """Return what goes wrong, by the graph, when ``program`` is lowered; None if nothing does."""
+    """Return the error if lowering ``program`` fails because of its graph, or None."""
     try:
         lower(program, options)
     except Exception as error:
@@ -220,36 +224,35 @@ def _error_of(
 
 
 def real_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the real tensors that fake ones were made from, as far as they still exist.
+    """Return the real tensors that fake tensors were made from, as far as they still exist.
 
-    ``to_backend`` makes the fake state of a program from the real one, and torch's fake mode
-    remembers for each real tensor the fake it made of it, weakly. Where it does not, nothing is
-    found, and the caller does without values.
+    ``to_backend`` makes the fake state of a program from its real state, and torch's fake mode maps
+    each real tensor to its fake tensor, by weak references. Without them, values are missing.
 
     Args:
-        tensors: By name; those that are real are returned as they are.
+        tensors: By name; real tensors are returned unchanged.
 
     Returns:
-        Real tensors by the same names, without those that were not found.
+        Real tensors by the same names, without missing tensors.
     """
-    found: dict[str, torch.Tensor] = {}
+    real_tensors: dict[str, torch.Tensor] = {}
     modes: dict[int, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, FakeTensor):
-            found[name] = tensor
+            real_tensors[name] = tensor
             continue
         mode = tensor.fake_mode
         if id(mode) not in modes:
             modes[id(mode)] = _real_by_fake(mode)
         real = modes[id(mode)].get(id(tensor))
         if real is not None and real.shape == tensor.shape and real.dtype == tensor.dtype:
-            found[name] = real
-    return found
+            real_tensors[name] = real
+    return real_tensors
 
 
 def _real_by_fake(mode: Any) -> dict[int, torch.Tensor]:
     """Return the real tensors of a fake mode by the identity of their fakes."""
-    # Private to torch, whose release this project pins.
+    # Private attributes of torch, whose release this project pins.
     converter = getattr(mode.fake_tensor_converter, "meta_converter", None)
     described = getattr(getattr(converter, "describer", None), "lookup_tensor", None)
     fakes = getattr(converter, "tensor_memo", None)

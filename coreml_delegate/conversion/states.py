@@ -1,11 +1,11 @@
-"""Mutable buffers as Core ML states, which are fp16, of rank 1 or more, and zero at first.
+"""Mutable buffers as Core ML states, which are fp16, of rank 1 or more, and initially zero.
 
-A buffer of another dtype is cast where it is read and written; a scalar becomes one element. If a
-buffer does not start at zero, its subgraph gets one more state. It is zero until the first run has
-ended, and as long as it is zero, reads give the initial values, which are constants of the model.
+A buffer of another dtype is cast at reads and writes; a scalar becomes a tensor of shape [1]. If a
+buffer does not start at zero, its subgraph gets a further state, which is zero until the first run
+has ended. As long as it is zero, reads return the initial values, which are constants of the model.
 
 Source: apple/coremltools#2826, ``TorchConverter`` of coremltools 9.0; ExecuTorch 1.0 to 1.5, Core
-ML runtime: ``MLState`` is made once for each loaded handle, and never written.
+ML runtime: it creates ``MLState`` once per loaded handle, and never writes it.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ _INITIAL = "coreml_delegate_initial"
 
 
 def largest_integer() -> int:
-    """Return the integer up to which fp16 has all integers."""
+    """Return the largest n such that fp16 represents all integers up to n."""
     return round(2 / torch.finfo(torch.float16).eps)
 
 
 def initial_value(program: ExportedProgram, name: str) -> torch.Tensor | None:
-    """Return the value of a buffer before the first run; None if it is zero, as a state's is."""
+    """Return the initial value of a buffer; None for zeros, with which a state starts."""
     value = state_value(program, name)
     return value if value is not None and bool(value.any()) else None
 
 
 def make_states(program: ExportedProgram) -> None:
-    """Rewrite a subgraph, in place, so that coremltools makes states of its mutable buffers.
+    """Rewrite a subgraph, in place, so that coremltools turns its mutable buffers into states.
 
     Raises:
-        ContractError: A mutable buffer has integers that fp16 may not hold.
+        ContractError: A mutable buffer has a dtype that fp16 cannot represent.
     """
     buffers = list(_buffers(program))
     if not buffers:
         return
     first = next(n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr"))
-    starting = [b for b in buffers if initial_value(program, b.name) is not None]
-    started = _add_started_state(program, first) if starting else None
+    nonzero = [b for b in buffers if initial_value(program, b.name) is not None]
+    started = _add_started_state(program, first) if nonzero else None
     for buffer in buffers:
         _check_dtype(buffer)
         _rewrite_reads(program, buffer, first, started)
@@ -70,7 +70,7 @@ def make_states(program: ExportedProgram) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A mutable buffer of a subgraph: its name, and its place in signature and graph."""
+    """A mutable buffer of a subgraph, with its entries in signature and graph."""
 
     name: str
     spec: InputSpec
@@ -98,7 +98,7 @@ def _check_dtype(buffer: _Buffer) -> None:
         raise ContractError(
             f"mutable buffer {buffer.name!r} cannot be a Core ML state",
             got=str(buffer.dtype),
-            expected=f"values that fp16 holds (of integers those up to {largest_integer()})",
+            expected=f"values that fp16 represents (integers up to {largest_integer()})",
             remedy="Lower with CoreMLPartitioner, which passes it in and out, or make it float32",
         )
 
@@ -110,9 +110,9 @@ def _rewrite_reads(
     node, users = buffer.node, list(buffer.node.users)
     shape = list(node.meta["val"].shape)
     initial = initial_value(program, buffer.name)
-    held = torch.float32
-    node.meta["val"] = node.meta["val"].to(held).reshape(shape or [1])
-    _replace(program, buffer.name, lambda value: value.to(held).reshape(shape or [1]))
+    state_dtype = torch.float32
+    node.meta["val"] = node.meta["val"].to(state_dtype).reshape(shape or [1])
+    _replace(program, buffer.name, lambda value: value.to(state_dtype).reshape(shape or [1]))
     value = node
     if initial is not None and started is not None:
         constant = add_constant(program, f"{_INITIAL}_{node.name}", initial, node)
@@ -121,7 +121,7 @@ def _rewrite_reads(
         value = insert(first, ATEN.view_copy.default, value, [])
     if buffer.dtype is torch.bool:
         value = insert(first, ATEN.ne.Scalar, value, 0)
-    elif buffer.dtype is not held:
+    elif buffer.dtype is not state_dtype:
         value = insert(first, ATEN._to_copy.default, value, dtype=buffer.dtype)
     if value is not node:
         for user in users:
@@ -139,15 +139,15 @@ def _rewrite_write(program: ExportedProgram, buffer: _Buffer) -> None:
         new = insert(output, ATEN.view_copy.default, new, [1])
     if new is not value:
         position = program.graph_signature.output_specs.index(buffer.mutation)
-        returned: Any = output.args[0]
-        results: list[Any] = list(returned)
+        old_results: Any = output.args[0]
+        results: list[Any] = list(old_results)
         results[position] = new
         output.args = (tuple(results),)
         buffer.mutation.arg = TensorArgument(new.name)
 
 
 def _add_started_state(program: ExportedProgram, first: Node) -> Node:
-    """Add a state that every run sets to one, and return whether it is set."""
+    """Add a state that every run sets to 1, and return the call that tests it."""
     value = torch.zeros(1)
     # Coremltools has one namespace for states and values.
     node = add_placeholder(program, f"b_{STARTED}", value, first)
@@ -171,5 +171,5 @@ def _replace(
 ) -> None:
     state: dict[str, Any] = program.state_dict
     constants: dict[str, Any] = program.constants
-    held: MutableMapping[str, Any] = state if name in state else constants
-    held[name] = change(held[name].detach())
+    tensors: MutableMapping[str, Any] = state if name in state else constants
+    tensors[name] = change(tensors[name].detach())

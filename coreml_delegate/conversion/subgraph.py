@@ -1,8 +1,8 @@
-"""Programs made of some calls of another program, to try a conversion on.
+"""Programs of selected calls of another program, for trial conversions.
 
-The calls keep their arguments; a value from outside becomes an input, or a constant if it is one.
-Where the values of constants are not at hand, because ExecuTorch shows partitioners fake ones,
-tensors of their shape and dtype that take no memory stand in for them.
+The calls keep their arguments; an outer value becomes an input or a constant. If the values of
+constants are not at hand, because ExecuTorch passes partitioners fake tensors, zeros of the same
+shape and dtype that take no memory replace them.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ def program_of(
     apart: bool = False,
     to_aten: bool = False,
 ) -> tuple[ExportedProgram, dict[str, Node]]:
-    """Return a program of ``calls`` alone.
+    """Return a program of only ``calls``.
 
     Args:
         calls: Calls of ``owner``, in the order of its graph; missing ``getitem`` calls on their
             results are added.
         owner: The program that has the calls.
         constants: Value of every placeholder that is a constant of ``owner``.
-        apart: Give every call arguments of its own, so that none depends on another.
-        to_aten: Return a program in ATen dialect, whatever the dialect of ``owner``.
+        apart: Give every call separate inputs, so that no call depends on another.
+        to_aten: Return a program in ATen dialect, for any dialect of ``owner``.
 
     Returns:
         The program, and the original of every call in it, by the name of the copy.
     """
     builder = _Builder(constants, apart=apart, to_aten=to_aten)
-    chosen = _with_parts(calls)
-    builder.placeholders(chosen)
-    for node in chosen:
+    calls_and_parts = _with_parts(calls)
+    builder.placeholders(calls_and_parts)
+    for node in calls_and_parts:
         builder.call(node)
-    builder.output(chosen)
+    builder.output(calls_and_parts)
     return builder.program(owner), builder.originals
 
 
 def without_memory(value: torch.Tensor) -> torch.Tensor:
-    """Return zeros of the shape and dtype of a fake tensor that take no memory; others as is."""
+    """Return zeros like a fake tensor, expanded from one element; real tensors unchanged."""
     if not isinstance(value, FakeTensor):
         return value
     zeros = torch.zeros((), dtype=value.dtype).expand(tuple(value.shape))
@@ -73,20 +73,22 @@ def without_memory(value: torch.Tensor) -> torch.Tensor:
 
 
 def call_of(node: Node) -> Node:
-    """Return the call whose result a ``getitem`` takes; other nodes as they are."""
+    """Return the call whose result a ``getitem`` selects; other nodes unchanged."""
     source = node.args[0] if target_name(node.target) == GETITEM else None
     return source if isinstance(source, Node) else node
 
 
 def _with_parts(calls: Sequence[Node]) -> list[Node]:
     """Return the calls, the ``getitem`` calls on their results, and calls that compute sizes."""
-    chosen = dict.fromkeys(calls)
+    calls_and_parts = dict.fromkeys(calls)
     for node in calls:
-        chosen.update(dict.fromkeys(_sizes_for(node)))
+        calls_and_parts.update(dict.fromkeys(_sizes_for(node)))
         if isinstance(node.meta.get("val"), list | tuple):
-            chosen.update(dict.fromkeys(u for u in node.users if target_name(u.target) == GETITEM))
-    order = {node: place for place, node in enumerate(calls[0].graph.nodes)} if calls else {}
-    return sorted(chosen, key=order.__getitem__)
+            calls_and_parts.update(
+                dict.fromkeys(u for u in node.users if target_name(u.target) == GETITEM)
+            )
+    order = {node: index for index, node in enumerate(calls[0].graph.nodes)} if calls else {}
+    return sorted(calls_and_parts, key=order.__getitem__)
 
 
 def _sizes_for(call: Node) -> Iterator[Node]:
@@ -97,7 +99,7 @@ def _sizes_for(call: Node) -> Iterator[Node]:
 
 
 class _Builder:
-    """State of one build; ``copies`` maps nodes of the owner to nodes of the new graph."""
+    """Builds the graph of one program; ``_copies`` maps nodes of the owner to its nodes."""
 
     def __init__(
         self, constants: Mapping[Node, torch.Tensor], *, apart: bool, to_aten: bool
@@ -113,16 +115,16 @@ class _Builder:
         self._copies: dict[Node | tuple[Node, Node], Node] = {}
 
     def placeholders(self, calls: Sequence[Node]) -> None:
-        """Add placeholders for values from outside: first constants, then inputs."""
+        """Add placeholders for outer values: first constants, then inputs."""
         inside = set(calls)
-        wanted = dict.fromkeys(
+        outside = dict.fromkeys(
             (self._key(argument, node), argument)
             for node in calls
             for argument in node.all_input_nodes
             if not self._is_inside(argument, node, inside)
         )
         for of_constants in (True, False):
-            for key, argument in wanted:
+            for key, argument in outside:
                 if (argument in self._constants) is of_constants:
                     self._placeholder(key, argument)
 
@@ -136,7 +138,7 @@ class _Builder:
         self.originals[new.name] = node
 
     def output(self, calls: Sequence[Node]) -> None:
-        """Make results of the tensors that are used outside, or nowhere."""
+        """Make a result of each tensor with users outside, or without users."""
         inside = set(calls)
         results = [
             self._copies[node]
@@ -163,21 +165,21 @@ class _Builder:
             range_constraints=dict(owner.range_constraints),
             module_call_graph=[ModuleCallEntry("", ModuleCallSignature([], [], in_spec, out_spec))],
             constants=self._values,
-            # Fresh from torch.export a program is in no dialect that coremltools takes.
+            # The dialect of a program fresh from torch.export is not one that coremltools takes.
             verifiers=[load_verifier("ATEN") if is_aten else owner.verifier],
         )
 
     def _is_inside(self, argument: Node, user: Node, inside: Collection[Node]) -> bool:
-        # Parts of a result, and sizes, belong to their call even where calls are kept apart.
-        together = target_name(user.target) == GETITEM or is_size(argument)
-        return argument in inside and (not self._apart or together)
+        # Items of a result, and sizes, belong to their call even if calls are separate.
+        is_inseparable = target_name(user.target) == GETITEM or is_size(argument)
+        return argument in inside and (not self._apart or is_inseparable)
 
     def _key(self, argument: Node, user: Node) -> Node | tuple[Node, Node]:
         return (argument, user) if self._apart else argument
 
     def _copy_for(self, argument: Node, user: Node) -> Node:
-        found = self._copies.get(self._key(argument, user))
-        return self._copies[argument] if found is None else found
+        copied = self._copies.get(self._key(argument, user))
+        return self._copies[argument] if copied is None else copied
 
     def _placeholder(self, key: Node | tuple[Node, Node], argument: Node) -> None:
         node = self.graph.placeholder(f"argument_{len(self._inputs)}")

@@ -1,7 +1,7 @@
-"""Trial translation of calls: whether coremltools really translates what the rules accept.
+"""Trial translation by coremltools of the calls that the rules accept.
 
-Every distinct signature (op, dtypes, shapes, arguments) is translated once, many in one program,
-without weights. The verdicts are kept in memory and on disk.
+Every distinct signature (op, dtypes, shapes, arguments) is translated once, many per program,
+without weights. Verdicts are cached in memory and on disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Verdict:
     """The result of a trial.
 
     Attributes:
-        since: The oldest opset that translates the call, None if no opset does.
+        since: The oldest opset that translates the call, or None.
         error: Message of coremltools at the oldest opset that was tried, empty if it succeeded.
     """
 
@@ -51,7 +51,7 @@ class Verdict:
 class Trials:
     """Verdicts by signature and target, shared by all partitioners of a process."""
 
-    known: dict[str, Verdict] = field(default_factory=dict[str, Verdict])
+    cached: dict[str, Verdict] = field(default_factory=dict[str, Verdict])
     loaded_from: Path | None = None
 
     def verdicts(
@@ -66,28 +66,28 @@ class Trials:
         Args:
             calls: Calls of ``program`` that the rules accept.
             program: A program in edge dialect.
-            constants: Value, or stand-in, of every placeholder that is a constant.
+            constants: Value, or zeros of its shape, of every placeholder that is a constant.
             target: Opset of the deployment target; None if any may be demanded.
         """
         self._load()
         keys = {call: signature_of(call, constants, target) for call in calls}
         new: dict[str, Node] = {}
         for call, key in keys.items():
-            if key not in self.known:
+            if key not in self.cached:
                 new.setdefault(key, call)
         if new:
-            made = _Trial(program, constants, target).run(list(new.values()))
-            self.known.update((key, made[call]) for key, call in new.items())
-            logger.debug("tried %d signatures, %d failed", len(new), _failed(made.values()))
+            new_verdicts = _Trial(program, constants, target).run(list(new.values()))
+            self.cached.update((key, new_verdicts[call]) for key, call in new.items())
+            logger.debug("tried %d signatures, %d failed", len(new), _failed(new_verdicts.values()))
             self._save()
-        return {call: self.known[key] for call, key in keys.items()}
+        return {call: self.cached[key] for call, key in keys.items()}
 
     def _load(self) -> None:
         path = _file()
         if path is None or path == self.loaded_from:
             return
         self.loaded_from = path
-        self.known = _read(path) | self.known
+        self.cached = _read(path) | self.cached
 
     def _save(self) -> None:
         """Merge the verdicts into the file; a cache that cannot be written is not an error."""
@@ -97,8 +97,8 @@ class Trials:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
-                self.known = _read(path) | self.known
-                _write(path, self.known)
+                self.cached = _read(path) | self.cached
+                _write(path, self.cached)
         except (OSError, filelock.Timeout) as error:
             logger.info("trial conversions are not kept on disk: %s", error)
 
@@ -131,7 +131,7 @@ class _Trial:
     target: Opset | None
 
     def run(self, calls: Sequence[Node]) -> dict[Node, Verdict]:
-        """Translate every call; calls for the same opset go into one program."""
+        """Translate every call, in one program per opset."""
         verdicts: dict[Node, Verdict] = {}
         by_opset: dict[Opset, list[Node]] = {}
         for call in calls:
@@ -148,7 +148,7 @@ class _Trial:
         return required_opset([call]) if self.target is None else self.target
 
     def _try_later(self, call: Node, failed: Opset, error: str) -> Verdict:
-        """Return the verdict on a call that fails at an opset: a later one may translate it."""
+        """Return the verdict on a call that fails at an opset: later opsets may translate it."""
         if self.target is None:
             for opset in (opset for opset in Opset if opset > failed):
                 if not self._errors([call], opset):
@@ -166,26 +166,26 @@ class _Trial:
             )
             prepare(program)
             try:
-                # Without a target coremltools takes the oldest.
+                # Without a target coremltools takes the oldest opset.
                 check_translation(program, opset if opset > Opset.iOS15 else None)
             except ConversionError as error:
                 blamed = blamed_call(program, originals, error)
                 raise
         except Exception as error:
             if not is_about_the_graph(error):
-                raise  # a verdict would be kept on disk and outlast the cause
+                raise  # a verdict on disk would outlast the cause
             return self._isolate(calls, opset, blamed, message_of(error))
         return {}
 
     def _isolate(
         self, calls: Sequence[Node], opset: Opset, blamed: Node | None, message: str
     ) -> dict[Node, str]:
-        """Find the call that made a translation of several fail, and the others that fail."""
+        """Find the failing calls after a translation of all failed."""
         if len(calls) == 1:
             return {calls[0]: message}
         if blamed is not None and blamed in calls:
-            rest = [call for call in calls if call is not blamed]
-            return {blamed: message} | self._errors(rest, opset)
+            other_calls = [call for call in calls if call is not blamed]
+            return {blamed: message} | self._errors(other_calls, opset)
         half = len(calls) // 2
         return self._errors(calls[:half], opset) | self._errors(calls[half:], opset)
 
@@ -193,26 +193,26 @@ class _Trial:
 def blamed_call(
     program: ExportedProgram, originals: Mapping[str, Node], error: Exception
 ) -> Node | None:
-    """Return the call that coremltools failed at, or whose rewriting made the call it failed at.
+    """Return the call that coremltools failed at, or whose rewrite inserted the failing call.
 
     Args:
-        program: It was translated, and rewritten for that.
+        program: The translated program, with rewritten calls.
         originals: The original of each of its calls by name.
-        error: What came of it; None is returned if it names no call.
+        error: The error of the translation; the result is None if it names no call.
     """
     if not isinstance(error, ConversionError) or error.node is None:
         return None
-    reached = False
+    is_reached = False
     for node in program.graph.nodes:
-        reached = reached or node.name == error.node
-        # Rewrites insert calls before the one that they rewrite.
-        if reached and node.name in originals:
+        is_reached = is_reached or node.name == error.node
+        # Rewrites insert calls before the rewritten call.
+        if is_reached and node.name in originals:
             return call_of(originals[node.name])
     return None
 
 
 def message_of(error: Exception) -> str:
-    """Return what coremltools said when a conversion failed."""
+    """Return coremltools' message about a failed conversion."""
     got = error.got if isinstance(error, ConversionError) else None
     return got or str(error) or type(error).__name__
 
@@ -221,9 +221,9 @@ def message_of(error: Exception) -> str:
 
 
 def signature_of(call: Node, constants: Mapping[Node, torch.Tensor], target: Opset | None) -> str:
-    """Return a digest of an op, its arguments without values of tensors, results and a target."""
+    """Return a digest of op, arguments without values of tensors, results and target."""
     parts = [target_name(call.target), "any" if target is None else target.name]
-    parts += [f"{name}={_described(value, constants)}" for name, value in _arguments(call)]
+    parts += [f"{name}={_describe(value, constants)}" for name, value in _arguments(call)]
     parts += [f"-> {_tensor(value)}" for value in _results(call)]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -236,12 +236,12 @@ def _results(call: Node) -> Iterator[torch.Tensor]:
     return iter(OpCall.of(call).outputs())
 
 
-def _described(value: Any, constants: Mapping[Node, torch.Tensor]) -> str:
+def _describe(value: Any, constants: Mapping[Node, torch.Tensor]) -> str:
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_described(item, constants) for item in value)}]"
+        return f"[{', '.join(_describe(item, constants) for item in value)}]"
     if isinstance(value, Node):
-        found = value.meta.get("val")
-        text = _tensor(found) if isinstance(found, torch.Tensor) else repr(found)
+        traced = value.meta.get("val")
+        text = _tensor(traced) if isinstance(traced, torch.Tensor) else repr(traced)
         return f"constant {text}" if value in constants else text
     return repr(value)
 
@@ -258,22 +258,22 @@ def _file() -> Path | None:
     return None if caches is None else caches / "trials" / f"{_version()}.json"
 
 
-# The sources that decide how a call is rewritten and translated.
-_JUDGES = ("coreml_delegate.ops", "coreml_delegate.conversion", "coreml_delegate.dynamic_shapes")
+# Packages that decide how a call is rewritten and translated.
+_SOURCES = ("coreml_delegate.ops", "coreml_delegate.conversion", "coreml_delegate.dynamic_shapes")
 
 
 @functools.cache
 def _version() -> str:
-    """Return a digest of everything that a verdict depends on, except the call."""
+    """Return a digest of all that a verdict depends on, except the call."""
     digest = hashlib.sha256()
     for name in ("coremltools", "torch"):
         digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
-    digest.update(source_digest(*_JUDGES).encode())
+    digest.update(source_digest(*_SOURCES).encode())
     return digest.hexdigest()[:24]
 
 
 def _read(path: Path) -> dict[str, Verdict]:
-    """Return the verdicts in a file; none if it is missing or damaged."""
+    """Return the verdicts in a file; an empty dict if it is missing or damaged."""
     try:
         content = json.loads(path.read_text())
         return {

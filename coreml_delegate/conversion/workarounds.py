@@ -1,6 +1,6 @@
-"""Workarounds for errors of coremltools 9.0, in force during a conversion.
+"""Workarounds for errors of coremltools 9.0, active during a conversion.
 
-Without them, some graph passes change what a program computes, and give no warning.
+Without them, some graph passes change the results of a program without a warning.
 """
 
 from __future__ import annotations
@@ -13,39 +13,38 @@ from unittest import mock
 
 import numpy as np
 
-# Ops that the pass over transposes takes for functions of one operand; they have others, which a
-# transpose has to reach as well.
+# Ops that the pass over transposes takes for unary; it would not transpose their other operands.
 _WITH_OPERANDS = frozenset({"pow", "softplus_parametric"})
 
 _EVALUATED_WRONGLY = frozenset({"argsort", "scatter_along_axis", "topk"})
 
-# As much as an inverse in fp16 may be off.
-_ROUNDING = 1e-3
+# Relative error of an inverse in fp16.
+_FP16_TOLERANCE = 1e-3
 
 
 @contextmanager
 def coremltools_workarounds() -> Generator[None]:
-    """Work around these errors of coremltools while the context lasts.
+    """Work around these errors of coremltools 9.0.
 
-    - ``fuse_conv_bias`` negates in place what is subtracted from a convolution, which is the memory
+    - ``fuse_conv_bias`` negates the constant subtracted from a convolution in place, in the memory
       of the model that is lowered.
-    - ``fuse_conv_scale`` takes a constant that is divided by a convolution for a divisor:
+    - ``fuse_conv_scale`` takes a constant divided by a convolution for the divisor:
       apple/coremltools#2776.
-    - ``fuse_matmul_weight_bias`` makes a linear layer of a difference whichever operand the product
-      is, and of a constant times a matrix, where the other dimension gets the bias:
+    - ``fuse_matmul_weight_bias`` turns differences into linear layers for either operand order, and
+      products with the constant first, with the bias along the wrong dimension:
       apple/coremltools#2801.
     - ``reduce_transposes`` moves a transpose past ``pow`` without its exponents:
-      apple/coremltools#2784. At a reduction over all dimensions, which names no axes, it fails.
-    - ``fuse_reduce_mean`` makes a mean of a sum whose factor is within 1e-6 of the inverse of the
-      count, or has more dimensions: apple/coremltools#2792.
-    - A flipped constant is folded to a view of negative strides, of which a cast fails.
-    - Below iOS18, weights of 8 bits with a sign are dequantized wrongly on GPU and neural engine:
-      apple/coremltools#2675. They are stored without one, 128 larger, and their zero points too.
-    - A function of a constant scalar is evaluated to a number of Python's, which has no element
-      type: the next function fails on it, or returns another type.
-    - Of constants, ``scatter_along_axis`` is evaluated as an update whatever its mode is
-      (apple/coremltools#2802), and ``topk`` and ``argsort`` order equal elements at random and take
-      the least integer for the largest. They are left to the device.
+      apple/coremltools#2784. It fails at a reduction over all dimensions, without axes.
+    - ``fuse_reduce_mean`` turns a sum into a mean if its factor is within 1e-6 of the inverse of
+      the count, or has more dimensions: apple/coremltools#2792.
+    - A flipped constant is folded to a view with negative strides, which cannot be cast.
+    - Below iOS18, int8 weights are dequantized wrongly on GPU and neural engine:
+      apple/coremltools#2675. They and their zero points are stored as uint8, plus 128.
+    - A function of a constant scalar is evaluated to a Python number, which has no element type:
+      the next function fails, or returns another type.
+    - ``scatter_along_axis`` of constants is evaluated as an update for any mode
+      (apple/coremltools#2802), ``topk`` and ``argsort`` order equal elements at random and take the
+      smallest integer for the largest. They are not evaluated.
     """
     from coremltools.converters.mil import Builder
     from coremltools.converters.mil.mil.passes import defs
@@ -68,12 +67,12 @@ def coremltools_workarounds() -> Generator[None]:
     def fuse_difference(conv: Any, total: Any) -> bool:
         if total.op_type == "sub" and isinstance(total.y.val, np.ndarray):
             block, (difference,) = total.enclosing_block, total.outputs
-            added = mb.add(x=total.x, y=-total.y.val, before_op=total, name=difference.name)
+            addition = mb.add(x=total.x, y=-total.y.val, before_op=total, name=difference.name)
             is_replaced = block.try_replace_uses_of_var_after_op(
-                anchor_op=total, old_var=difference, new_var=added
+                anchor_op=total, old_var=difference, new_var=addition
             )
-            block.remove_ops([total if is_replaced else added.op])
-            return is_replaced and fuse_bias(conv, added.op)
+            block.remove_ops([total if is_replaced else addition.op])
+            return is_replaced and fuse_bias(conv, addition.op)
         return fuse_bias(conv, total)
 
     def fuse_divisor(conv: Any, scale: Any) -> bool:
@@ -84,11 +83,11 @@ def coremltools_workarounds() -> Generator[None]:
         return _is_mean(total) and fuse_mean(total, block)
 
     def find_added_bias(product: Any) -> Any:
-        found = find_bias(product)
-        if found is None or product.x.val is not None:
+        addition = find_bias(product)
+        if addition is None or product.x.val is not None:
             return None
-        is_subtracted = found.op_type == "sub" and found.x.val is not None
-        return None if is_subtracted else found
+        is_subtracted = addition.op_type == "sub" and addition.x.val is not None
+        return None if is_subtracted else addition
 
     def visit_operands(self: Any, op: Any) -> None:
         operands = [v for k, v in op.inputs.items() if k != "x"]
@@ -102,7 +101,7 @@ def coremltools_workarounds() -> Generator[None]:
             visit(self, op)
 
     def dequantize_unsigned(quantized_data: Any, zero_point: Any, **keywords: Any) -> Any:
-        data, zero = _unsigned(quantized_data), _unsigned(zero_point)
+        data, zero = _as_unsigned(quantized_data), _as_unsigned(zero_point)
         return dequantize(quantized_data=data, zero_point=zero, **keywords)
 
     with (
@@ -112,41 +111,41 @@ def coremltools_workarounds() -> Generator[None]:
         mock.patch.object(product_bias, "_find_candidate_op", staticmethod(find_added_bias)),
         mock.patch.object(transposes, "_visit_op", visit_operands),
         mock.patch.object(mb, "constexpr_affine_dequantize", dequantize_unsigned),
-        _constants_evaluated_by_type(),
+        _evaluate_constants_by_type(),
     ):
         yield
 
 
 def _is_mean(total: Any) -> bool:
-    """Return whether the one op that reads a sum makes the mean of it."""
+    """Return whether the only user of a sum computes its mean."""
     result = total.outputs[0]
     if len(result.child_ops) != 1 or total.axes is None or total.axes.val is None:
         return False
-    (reader,) = result.child_ops
-    if reader.op_type not in ("mul", "real_div") or reader.outputs[0].shape != result.shape:
+    (user,) = result.child_ops
+    if user.op_type not in ("mul", "real_div") or user.outputs[0].shape != result.shape:
         return False
-    other = (reader.y if reader.x is result else reader.x).val
+    other = (user.y if user.x is result else user.x).val
     if other is None or np.size(other) != 1:
         return False
     from coremltools.converters.mil.mil.types.symbolic import is_symbolic
 
-    counted = [total.x.shape[axis] for axis in total.axes.val]
-    if any(is_symbolic(size) for size in counted):
+    reduced_sizes = [total.x.shape[axis] for axis in total.axes.val]
+    if any(is_symbolic(size) for size in reduced_sizes):
         return False
     factor = np.asarray(other, np.float64).item()
-    count = float(math.prod(counted))
-    ratio = factor * count if reader.op_type == "mul" else factor / count
-    return abs(ratio - 1) < _ROUNDING
+    count = float(math.prod(reduced_sizes))
+    ratio = factor * count if user.op_type == "mul" else factor / count
+    return abs(ratio - 1) < _FP16_TOLERANCE
 
 
-def _unsigned(value: Any) -> Any:
-    """Integers of 8 bits, 128 larger where they have a sign."""
+def _as_unsigned(value: Any) -> Any:
+    """Return int8 as uint8, plus 128; other values unchanged."""
     array = np.asarray(getattr(value, "val", value))
     return (array.view(np.uint8) ^ np.uint8(128))[()] if array.dtype == np.int8 else value
 
 
 @contextmanager
-def _constants_evaluated_by_type() -> Generator[None]:
+def _evaluate_constants_by_type() -> Generator[None]:
     from coremltools.converters.mil.mil import Operation
 
     operation: Any = Operation
@@ -167,9 +166,9 @@ def _constants_evaluated_by_type() -> Generator[None]:
 
 
 def _typed_values(values: Any, output_types: Any) -> list[Any]:
-    """Return the values of an op's results: numbers of the result's type, arrays row-major."""
-    several = values if isinstance(values, tuple | list) else (values,)
-    return [_typed_value(*pair) for pair in zip(several, output_types, strict=False)]
+    """Return an op's results: numbers in the result's type, arrays row-major."""
+    listed = values if isinstance(values, tuple | list) else (values,)
+    return [_typed_value(*pair) for pair in zip(listed, output_types, strict=False)]
 
 
 def _typed_value(value: Any, kind: Any) -> Any:

@@ -357,7 +357,7 @@ def _share_model(
         for entry, function in zip(row, functions, strict=True)
     ]
     key, files = identify(_model_files(package, kind), names)
-    if info := debug_handles.united(infos):
+    if info := debug_handles.merge_infos(infos):
         files[DEBUG_INFO] = encoded = info.encode()
         # Equal models may have different debug handles, and a key has only one content.
         key = f"{key}_{hashlib.sha256(encoded).hexdigest()[:8]}"

@@ -109,14 +109,14 @@ def test_trial_verdicts_are_cached_in_memory_and_on_disk(
     assert first >= 1
     lower(Chain(), INPUTS)
     assert counts["milinternal"] == first
-    known = dict(TRIALS.known)
+    known = dict(TRIALS.cached)
     monkeypatch.setattr(TRIALS, "known", {})
     monkeypatch.setattr(TRIALS, "loaded_from", None)
     lower(Chain(), INPUTS)
     assert counts["milinternal"] == first
-    assert TRIALS.known == known
+    assert TRIALS.cached == known
     (kept,) = (tmp_path / "trials").glob("*.json")
-    assert Trials().known == {}
+    assert Trials().cached == {}
     assert kept.stat().st_size > 0
 
 
@@ -211,10 +211,10 @@ def test_an_option_that_needs_macos_is_an_error_elsewhere(monkeypatch: pytest.Mo
 
 
 def test_records_of_taken_blobs_hold_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    records: list[kept.KeptBlob] = []
+    records: list[kept.CachedBlob] = []
     keep = kept.keep
 
-    def recorded(*arguments: Any) -> kept.KeptBlob:
+    def recorded(*arguments: Any) -> kept.CachedBlob:
         records.append(keep(*arguments))
         return records[-1]
 

@@ -81,7 +81,7 @@ def test_a_pass_that_breaks_the_program_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_constants_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_COMPARED", 16)
+    monkeypatch.setattr(convert, "_COMPARE_CHUNK", 16)
     values = np.linspace(-1, 1, 7 * 5, dtype=np.float32).reshape(7, 5)
     for place in ((0, 0), (3, 2), (6, 4)):
         for change in (0.0, 1e-3, np.nan):

@@ -1,1 +1,1 @@
-"""Sizes that are known at run time only: enumerated, in ranges, or related to each other."""
+"""Dynamic sizes: enumerated shapes, ranges, and relations between sizes."""

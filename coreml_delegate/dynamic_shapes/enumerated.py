@@ -1,9 +1,9 @@
-"""Enumerated shapes of a model's inputs, as the compile spec ``enumerated_shapes`` holds them.
+"""Enumerated shapes of a model's inputs, as stored in the compile spec ``enumerated_shapes``.
 
-The spec is a JSON list with an entry for every symbolic shape: ``[{"shape": [size, ...]}, [shapes,
+The spec is a JSON list with an entry per symbolic shape: ``[{"shape": [size, ...]}, [shapes,
 names]]``. A size is an integer or ``{"key_name": expression, "low": int | null, "high": int |
-null}``; ``shapes`` are the shapes that inputs of this symbolic shape may take and ``names`` these
-inputs. The n-th shapes of all entries go together.
+null}``; ``names`` are the inputs of this symbolic shape and ``shapes`` their possible shapes. The
+n-th shapes of all entries form a combination.
 
 Source: ExecuTorch 1.5, Core ML backend, ``enumerated_shape_utils``.
 """
@@ -20,12 +20,12 @@ from coreml_delegate.errors import OptionError
 Shape = tuple[int, ...]
 
 MAX_SHAPES = 128
-"""The largest number of shapes that Core ML takes."""
+"""Core ML's maximum number of shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SymbolicSize:
-    """A dimension whose size is not fixed.
+    """A dimension of dynamic size.
 
     Attributes:
         expression: The size in symbols of the exported program, ``s0`` or ``2*s0``.
@@ -40,7 +40,7 @@ class SymbolicSize:
     def admits(self, size: int) -> bool:
         """Return whether the program was exported for this size.
 
-        Torch takes 1 for a special case and starts at 2, even where 1 was asked for.
+        Torch specializes size 1 and starts ranges at 2, even if 1 was requested.
         """
         low = 1 if self.low == 2 else self.low
         return (low is None or size >= low) and (self.high is None or size <= self.high)
@@ -55,7 +55,7 @@ Size = int | SymbolicSize
 
 @dataclass(frozen=True, slots=True)
 class EnumeratedInput:
-    """The shapes of all inputs that have the same symbolic shape.
+    """The shapes of all inputs of one symbolic shape.
 
     Attributes:
         names: Names of the inputs in the exported program.
@@ -73,8 +73,7 @@ class EnumeratedShapes:
     """The combinations of input shapes that a model may be called with.
 
     Attributes:
-        inputs: The inputs of symbolic shape; all have equally many shapes, the n-th of which go
-            together.
+        inputs: The inputs of symbolic shape; the n-th shapes of all inputs form a combination.
 
     Raises:
         OptionError: There is no input, numbers of shapes differ, or sizes contradict each other.
@@ -98,32 +97,32 @@ class EnumeratedShapes:
         return len(self.inputs[0].shapes)
 
     def bindings(self) -> tuple[Mapping[str, int], ...]:
-        """Return the values of the symbols in each combination, by name."""
+        """Return the symbol values of each combination, by symbol name."""
         return tuple(self._binding(index) for index in range(self.count))
 
     def _binding(self, index: int) -> dict[str, int]:
-        known: dict[str, tuple[int, str]] = {}
+        solved: dict[str, tuple[int, str]] = {}
         sizes = list(self._sizes(index))
-        for expression, size, place in sizes:
+        for expression, size, location in sizes:
             if not expression.is_solvable:
                 continue
             (symbol,) = expression.symbols
             value = expression.solve(size)
-            if value is None or (symbol in known and known[symbol][0] != value):
-                raise _contradiction(index, expression, size, place, known)
-            known.setdefault(symbol, (value, place))
-        binding = {symbol: value for symbol, (value, _) in known.items()}
-        for expression, size, place in sizes:
+            if value is None or (symbol in solved and solved[symbol][0] != value):
+                raise _contradiction(index, expression, size, location, solved)
+            solved.setdefault(symbol, (value, location))
+        binding = {symbol: value for symbol, (value, _) in solved.items()}
+        for expression, size, location in sizes:
             if expression.symbols <= binding.keys() and expression.evaluate(binding) != size:
-                raise _contradiction(index, expression, size, place, known)
+                raise _contradiction(index, expression, size, location, solved)
         return binding
 
     def _sizes(self, index: int) -> Iterator[tuple[SizeExpression, int, str]]:
         for entry in self.inputs:
             for dim, (size, value) in enumerate(zip(entry.sizes, entry.shapes[index], strict=True)):
                 if isinstance(size, SymbolicSize):
-                    place = f"dimension {dim} of {entry.names[0]!r}"
-                    yield SizeExpression.parse(size.expression), value, place
+                    location = f"dimension {dim} of {entry.names[0]!r}"
+                    yield SizeExpression.parse(size.expression), value, location
 
     def encode(self) -> list[Any]:
         """Return the shapes as lists and dictionaries, for JSON."""
@@ -137,7 +136,7 @@ class EnumeratedShapes:
 
     @classmethod
     def decode(cls, content: Any) -> EnumeratedShapes:
-        """Read what ``encode``, or ExecuTorch's own backend, returned.
+        """Read shapes that ``encode``, or ExecuTorch's own backend, has written.
 
         Raises:
             OptionError: The content has another form.
@@ -149,7 +148,7 @@ class EnumeratedShapes:
         return cls(tuple(entries))
 
     def describe(self) -> str:
-        """Return the combinations as text for a person."""
+        """Return the combinations as readable text."""
         listed = (
             ", ".join(
                 f"{name} {list(entry.shapes[index])}"
@@ -165,15 +164,15 @@ def _contradiction(
     index: int,
     expression: SizeExpression,
     size: int,
-    place: str,
-    known: Mapping[str, tuple[int, str]],
+    location: str,
+    solved: Mapping[str, tuple[int, str]],
 ) -> OptionError:
-    symbols = sorted(expression.symbols & known.keys())
-    given = "; ".join(f"{s} is {known[s][0]} by {known[s][1]}" for s in symbols)
+    symbols = sorted(expression.symbols & solved.keys())
+    bindings = "; ".join(f"{s} is {solved[s][0]} by {solved[s][1]}" for s in symbols)
     return OptionError(
         f"enumerated shapes number {index} do not go together",
-        got=f"{size} as {place}",
-        expected=f"{expression.text}{f', where {given}' if given else ''}",
+        got=f"{size} as {location}",
+        expected=f"{expression.text}{f', where {bindings}' if bindings else ''}",
         remedy="The program was exported with sizes that depend on each other: list shapes that "
         "do, or export with dimensions that are independent",
     )
@@ -189,7 +188,7 @@ def _decode_input(key: Any, shapes: Any, names: Any) -> EnumeratedInput:
     entry = EnumeratedInput(
         names=tuple(_text(name) for name in names),
         sizes=tuple(_decode_size(size) for size in key["shape"]),
-        shapes=tuple(tuple(_whole(size) for size in shape) for shape in shapes),
+        shapes=tuple(tuple(_integer(size) for size in shape) for shape in shapes),
     )
     if not entry.names or any(len(shape) != len(entry.sizes) for shape in entry.shapes):
         raise ValueError("a shape of another rank, or of no input")
@@ -198,17 +197,17 @@ def _decode_input(key: Any, shapes: Any, names: Any) -> EnumeratedInput:
 
 def _decode_size(content: Any) -> Size:
     if not isinstance(content, Mapping):
-        return _whole(content)
+        return _integer(content)
     fields = cast("Mapping[str, Any]", content)
     low, high = fields["low"], fields["high"]
     return SymbolicSize(
         SizeExpression.parse(_text(fields["key_name"])).text,
-        None if low is None else _whole(low),
-        None if high is None else _whole(high),
+        None if low is None else _integer(low),
+        None if high is None else _integer(high),
     )
 
 
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     if type(value) is not int:
         raise ValueError(f"{value!r} where an integer should be")
     return value

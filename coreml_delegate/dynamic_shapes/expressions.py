@@ -1,7 +1,7 @@
 """Sizes as expressions of symbols: parsed from text, evaluated and solved.
 
-A size that depends on others is written as torch prints it: ``2*s0``, ``((s0 - 1)//2) + 1``,
-``Max(1, s0)``. The text may come out of a file, so it is parsed, never run.
+A dependent size has the text that torch prints: ``2*s0``, ``((s0 - 1)//2) + 1``, ``Max(1, s0)``.
+The text may come from a file, so it is parsed, never executed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fractions import Fraction
 
 from coreml_delegate.errors import OptionError
 
-_LONGEST = 4096
-_LARGEST = 2**63
+_MAX_LENGTH = 4096
+_MAX_VALUE = 2**63
 _HIGHEST_POWER = 8
 
 _Values = Mapping[str, int]
@@ -39,7 +39,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[_Number, _Number], _Number]] =
     ast.Pow: _power,
 }
 
-# By the names torch and sympy print.
+# By the names that torch and sympy print.
 _FUNCTIONS: Mapping[str, Callable[..., _Number]] = {
     "Max": max,
     "Min": min,
@@ -62,8 +62,8 @@ class SizeExpression:
     """A size, or another number, that depends on symbols.
 
     Attributes:
-        text: The expression as it was written.
-        symbols: Names of the symbols in it.
+        text: The original text.
+        symbols: Names of its symbols.
     """
 
     text: str
@@ -79,7 +79,7 @@ class SizeExpression:
                 the functions that torch prints.
 
         Raises:
-            OptionError: The text is something else.
+            OptionError: The text is no such expression.
         """
         return _parse(text)
 
@@ -100,13 +100,13 @@ class SizeExpression:
         return int(result)
 
     def _no_value(self, values: _Values, got: str) -> OptionError:
-        known = ", ".join(f"{name} = {values[name]}" for name in sorted(self.symbols))
-        return OptionError(f"size {self.text} has no value for {known}", got=got)
+        assignments = ", ".join(f"{name} = {values[name]}" for name in sorted(self.symbols))
+        return OptionError(f"size {self.text} has no value for {assignments}", got=got)
 
     def solve(self, size: int) -> int | None:
-        """Return the value of the only symbol for which the expression has the value ``size``.
+        """Return the value of the only symbol at which the expression is ``size``.
 
-        None if there is no such value, or the expression is not linear in one symbol.
+        None without such a value, or if the expression is not linear in one symbol.
         """
         linear = self._linear()
         if linear is None:
@@ -117,25 +117,25 @@ class SizeExpression:
 
     @property
     def is_solvable(self) -> bool:
-        """Whether the expression is linear in one symbol, so that ``solve`` can answer."""
+        """Whether the expression is linear in one symbol, as ``solve`` needs it."""
         return self._linear() is not None
 
     def _linear(self) -> tuple[Fraction, Fraction] | None:
         """Return factor and constant of ``factor * symbol + constant``, None if not linear."""
         if len(self.symbols) != 1:
             return None
-        found = _affine(self._tree)
-        return None if found is None or not found[0] else found
+        linear = _affine(self._tree)
+        return None if linear is None or not linear[0] else linear
 
 
-# Torch writes the same few expressions many times.
+# A program has few distinct expressions, many times.
 @functools.lru_cache(maxsize=1024)
 def _parse(text: str) -> SizeExpression:
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_LENGTH:
         raise OptionError(
             "expression of a size is too long",
             got=f"{len(text)} characters",
-            expected=f"at most {_LONGEST}",
+            expected=f"at most {_MAX_LENGTH}",
         )
     try:
         tree = ast.parse(text, mode="eval").body
@@ -150,11 +150,11 @@ def _parse(text: str) -> SizeExpression:
 
 
 def _symbols(tree: ast.expr) -> set[str]:
-    """Return the names in an expression; ``ValueError`` if a part of it cannot be evaluated."""
+    """Return the symbols of an expression; raise ``ValueError`` for an unsupported part."""
     match tree:
         case ast.Name(id=name):
             return {name}
-        case ast.Constant(value=int(value)) if not isinstance(value, bool) and value < _LARGEST:
+        case ast.Constant(value=int(value)) if not isinstance(value, bool) and value < _MAX_VALUE:
             return set()
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
             return _symbols(operand)
@@ -185,30 +185,30 @@ def _evaluate(tree: ast.expr, values: _Values) -> _Number:
                 raise ValueError(f"{name} of {len(args)} arguments") from error
         case _:
             raise ValueError(type(tree).__name__)
-    if abs(result) > _LARGEST:
+    if abs(result) > _MAX_VALUE:
         raise ValueError("a number beyond 64 bits")
     return result
 
 
 def _affine(tree: ast.expr) -> tuple[Fraction, Fraction] | None:
-    """Return factor and constant of a tree with one symbol; None if it is not linear."""
+    """Return factor and constant of a tree, None if it is not linear."""
     match tree:
         case ast.Name():
             return Fraction(1), Fraction(0)
         case ast.Constant(value=int(value)):
             return Fraction(0), Fraction(value)
         case ast.UnaryOp(op=operator, operand=operand):
-            found = _affine(operand)
+            linear = _affine(operand)
             sign = -1 if isinstance(operator, ast.USub) else 1
-            return None if found is None else (sign * found[0], sign * found[1])
+            return None if linear is None else (sign * linear[0], sign * linear[1])
         case ast.BinOp(left=left, op=operator, right=right):
             a, b = _affine(left), _affine(right)
-            return None if a is None or b is None else _combined(operator, a, b)
+            return None if a is None or b is None else _combine(operator, a, b)
         case _:
             return None
 
 
-def _combined(
+def _combine(
     operator: ast.operator, a: tuple[Fraction, Fraction], b: tuple[Fraction, Fraction]
 ) -> tuple[Fraction, Fraction] | None:
     match operator:

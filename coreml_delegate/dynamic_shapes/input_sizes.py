@@ -1,7 +1,7 @@
 """Relations between the sizes of a model's inputs, stored in the model's user-defined metadata.
 
-Core ML has a range for each dimension, and cannot say that two must be equal, or that one is twice
-another. The entry ``coreml_delegate.input_sizes``, which Core ML ignores, is a JSON object::
+Core ML has a range per dimension, and cannot express that sizes are equal, or that one is twice the
+other. The entry ``coreml_delegate.input_sizes``, which Core ML ignores, is a JSON object::
 
     {function: {input: [size, ...]}}
 
@@ -27,17 +27,17 @@ def write(metadata: MutableMapping[str, str], functions: Mapping[str, Any]) -> N
 
     Args:
         metadata: User-defined metadata of a model; changed in place.
-        functions: Sizes by function and input; functions without sizes are left out.
+        functions: Sizes by function and input; functions without sizes are omitted.
     """
-    given = {name: sizes for name, sizes in functions.items() if sizes}
-    if given:
-        metadata[METADATA_KEY] = json.dumps(given, sort_keys=True)
+    nonempty = {name: sizes for name, sizes in functions.items() if sizes}
+    if nonempty:
+        metadata[METADATA_KEY] = json.dumps(nonempty, sort_keys=True)
     else:
         metadata.pop(METADATA_KEY, None)
 
 
 def read_all(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return what ``write`` stored, by function, without parsing the sizes.
+    """Return the unparsed sizes that ``write`` stored, by function.
 
     Raises:
         BlobFormatError: The entry is not a JSON object.

@@ -1,14 +1,14 @@
-"""Dynamic sizes of inputs: their ranges, for coremltools, and the relations between them.
+"""Dynamic sizes of inputs: ranges for coremltools, and relations between sizes.
 
 Coremltools takes a number or a symbol with a range as an input size. For an expression such as
-``16*s0`` it needs the range only: sizes inside the model follow from those of its inputs.
+``16*s0`` it only needs the range: sizes inside the model follow from the input sizes.
 
-Core ML needs an upper bound. If the program has none, it is the size of the example that the
-program was exported with, which is also the size that ExecuTorch plans memory for.
+Core ML needs an upper bound. A size without one is bounded by the size of the example that the
+program was exported with, for which ExecuTorch also plans memory.
 
-While torch traces, it assumes that a size is 2 or more, whatever bounds the program was exported
-with, and does not check that when the program runs. ExecuTorch takes this assumption for the
-program's bound; the bounds that were given remain with the traced inputs.
+Tracing assumes that a size is 2 or more, for any exported bounds, without a check at run time.
+ExecuTorch takes this assumption for the program's bound; the traced inputs still have the bounds of
+the export.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-_LARGEST = 2**31 - 1  # of a Core ML dimension
-_TRACED_MINIMUM = 2  # of every size, to torch while it traces
+_MAX_SIZE = 2**31 - 1  # of a Core ML dimension
+_TRACED_MINIMUM = 2  # of every size during tracing
 
 
 def declare_sizes(program: ExportedProgram) -> None:
-    """Set the range constraint of every dynamic input size to the range that its input gets."""
+    """Set the range constraint of every dynamic input size to its declared range."""
     declared = declared_ranges(program)
-    program.range_constraints.update({e: ValueRanges(*found) for e, found in declared.items()})
+    program.range_constraints.update({e: ValueRanges(*bounds) for e, bounds in declared.items()})
 
 
 def declared_ranges(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
-    """Return the smallest and the largest value that each dynamic input size gets."""
+    """Return the declared range of each dynamic input size: smallest and largest value."""
     return {
         expression_of(size): bounds_of(size, program.range_constraints)
         for _, size in _dynamic_sizes(program)
@@ -44,28 +44,29 @@ def declared_ranges(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
 
 def bounds_of(size: torch.SymInt, ranges: Mapping[Any, ValueRanges[Any]]) -> tuple[int, int]:
     """Return the smallest and the largest value of a size, at least 1 and never infinite."""
-    found: Any = bound_sympy(expression_of(size), _with_given_minimums(size, ranges))
-    low = max(1, int(found.lower)) if found.lower not in (-int_oo, -sympy.oo) else 1
-    if found.upper in (int_oo, sympy.oo):
-        return low, max(low, hint_of(size) or _LARGEST)
-    return low, max(low, min(int(found.upper), _LARGEST))
+    value_range: Any = bound_sympy(expression_of(size), _restore_minimums(size, ranges))
+    low = max(1, int(value_range.lower)) if value_range.lower not in (-int_oo, -sympy.oo) else 1
+    if value_range.upper in (int_oo, sympy.oo):
+        return low, max(low, hint_of(size) or _MAX_SIZE)
+    return low, max(low, min(int(value_range.upper), _MAX_SIZE))
 
 
-def _with_given_minimums(
+def _restore_minimums(
     size: torch.SymInt, ranges: Mapping[Any, ValueRanges[Any]]
 ) -> dict[Any, ValueRanges[Any]]:
-    """Return the ranges; those that tracing alone made start at 2 start where they were given."""
-    given = _given_minimums(size.node.shape_env)
+    """Return the ranges with the lower bounds of the export, if tracing has raised them to 2."""
+    minimums = _dim_minimums(size.node.shape_env)
     return {
-        symbol: ValueRanges(max(1, given[symbol]), found.upper)
-        if found.lower == _TRACED_MINIMUM and given.get(symbol, _TRACED_MINIMUM) < _TRACED_MINIMUM
-        else found
-        for symbol, found in ranges.items()
+        symbol: ValueRanges(max(1, minimums[symbol]), bounds.upper)
+        if bounds.lower == _TRACED_MINIMUM
+        and minimums.get(symbol, _TRACED_MINIMUM) < _TRACED_MINIMUM
+        else bounds
+        for symbol, bounds in ranges.items()
     }
 
 
-def _given_minimums(shape_env: Any) -> dict[Any, int]:
-    """Return the lower bound of each symbol's ``Dim``; programs loaded from a file have none."""
+def _dim_minimums(shape_env: Any) -> dict[Any, int]:
+    """Return the lower bound of each symbol's ``Dim``; empty for a program from a file."""
     return {
         expression_of(size): int(constraint.vr.lower)
         for source in shape_env.tracked_fakes or ()
@@ -79,8 +80,8 @@ def _given_minimums(shape_env: Any) -> dict[Any, int]:
 
 def is_unbounded(size: torch.SymInt, ranges: Mapping[Any, ValueRanges[Any]]) -> bool:
     """Return whether the program has no upper bound for a size."""
-    found: Any = bound_sympy(expression_of(size), dict(ranges))
-    return found.upper in (int_oo, sympy.oo)
+    value_range: Any = bound_sympy(expression_of(size), dict(ranges))
+    return value_range.upper in (int_oo, sympy.oo)
 
 
 def expression_of(size: torch.SymInt) -> Any:
@@ -95,22 +96,22 @@ def hint_of(size: torch.SymInt) -> int | None:
 
 
 def input_tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Return the fake tensors of the inputs that are tensors, by name, in order."""
+    """Return the fake tensors of tensor inputs, by name, in order."""
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
-    found = {
+    values = {
         str(n): nodes[str(n)].meta.get("val")
         for n in program.graph_signature.user_inputs
         if n in nodes
     }
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def relations_of(program: ExportedProgram) -> dict[str, list[int | str]]:
-    """Return the sizes of the inputs, if some depend on others or are not plain symbols.
+    """Return the input sizes if any is an expression, or shares a symbol with another size.
 
     Returns:
         Sizes by input name: numbers, and expressions in symbols ``s0``, ``s1`` and so on, numbered
-        in the order of the inputs. Empty if the range of each size says everything.
+        in the order of the inputs. Empty if the ranges of the sizes are sufficient.
     """
     tensors = input_tensors(program)
     dynamic_sizes = [expression_of(size) for _, size in _dynamic_sizes(program)]
@@ -122,7 +123,7 @@ def relations_of(program: ExportedProgram) -> dict[str, list[int | str]]:
         for expression in dynamic_sizes
         for symbol in sorted(expression.free_symbols, key=str)
     )
-    # New symbols keep the assumptions of the old; sympy would simplify otherwise.
+    # New symbols keep the assumptions of the old symbols, lest sympy simplify expressions.
     names = {old: sympy.Symbol(f"s{i}", **old.assumptions0) for i, old in enumerate(ordered)}
     return {
         name: [

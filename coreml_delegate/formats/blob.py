@@ -10,7 +10,7 @@ The trailer is ``{"nodes": [node, ...]}`` with every node after its children, th
     {"name": str, "kind": 0 (file) | 1 (directory),
      "dataRegion": {"offset": int, "size": int}, "children": {name: index}}
 
-A partition that shares its model with other methods carries, instead of a blob, the four bytes
+A partition that shares its model with other methods has, instead of a blob, the four bytes
 ``CMJR`` and the JSON ``{"version": 1, "key": str, "functionName": str}``; ``key`` names a blob in
 the program's named data.
 
@@ -34,7 +34,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The content of a file as parts that follow each other, but need not do so in memory."""
+    """The content of a file as consecutive parts, not necessarily contiguous in memory."""
 
     parts: tuple[Buffer, ...]
 
@@ -70,7 +70,7 @@ class BlobReference:
     function_name: str
 
     def encode(self) -> bytes:
-        """Return the bytes that a delegate has in place of a blob."""
+        """Return the bytes of the reference, which replace a blob."""
         body = {
             "functionName": self.function_name,
             "key": self.key,
@@ -83,7 +83,7 @@ class BlobReference:
         """Read a reference, or None when ``data`` does not start with the magic.
 
         Raises:
-            BlobFormatError: The magic is there and the rest is no reference of a known version.
+            BlobFormatError: The magic is followed by no reference of a known version.
         """
         raw = bytes(memoryview(data)[: len(REFERENCE_MAGIC)])
         if raw != REFERENCE_MAGIC:
@@ -119,7 +119,7 @@ def size_of(content: Content) -> int:
 def chunks_of(content: Content) -> Iterator[memoryview]:
     """Yield the content in chunks, without keeping a mapped file in memory.
 
-    After each chunk of a mapped file its pages are released; they are read again when needed.
+    The pages of a mapped file are released after each chunk; later reads load them again.
     """
     for part in pieces_of(content):
         view = memoryview(part).cast("B")
@@ -136,7 +136,7 @@ def flatten(files: Mapping[str, Content]) -> bytes:
         files: Relative POSIX path to content.
 
     Raises:
-        BlobFormatError: A name the device reader cannot take, or a trailer above its limit.
+        BlobFormatError: The device reader cannot read a name, or a trailer of this size.
     """
     layout = _Layout()
     layout.directory(_tree(files), ROOT_NAME)
@@ -150,8 +150,7 @@ def flatten(files: Mapping[str, Content]) -> bytes:
             expected=f"at most {TRAILER_LIMIT}",
         )
     contents = (*layout.contents, trailer[::-1])
-    # Written once, to memory that has its size from the start: weights may be gigabytes, and what
-    # grows is copied.
+    # Allocate the final size first: weights may be gigabytes, and growing memory copies them.
     blob = io.BytesIO()
     blob.seek(sum(map(size_of, contents)) - 1)
     blob.write(b"\0")
@@ -166,7 +165,7 @@ def unflatten(blob: Buffer) -> dict[str, memoryview]:
     """Read a blob.
 
     Args:
-        blob: The bytes; views of them are returned, nothing is copied.
+        blob: The bytes; the result has views of them, no copies.
 
     Returns:
         Relative POSIX path to content, sorted by path.
@@ -177,13 +176,13 @@ def unflatten(blob: Buffer) -> dict[str, memoryview]:
     view = memoryview(blob).cast("B").toreadonly()
     nodes, data_end = _read_trailer(view)
     files: dict[str, memoryview] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     pending = [("", len(nodes) - 1)]
     while pending:
         path, index = pending.pop()
-        if index in seen:
+        if index in visited:
             raise BlobFormatError("blob directory is not a tree", got=f"node {index} twice")
-        seen.add(index)
+        visited.add(index)
         node = nodes[index]
         if node.kind == _FILE:
             if node.offset + node.size > data_end:
@@ -230,7 +229,7 @@ def _tree(files: Mapping[str, Content]) -> dict[str, Any]:
 
 
 class _Layout:
-    """File contents in order with their padding, and the nodes that describe them."""
+    """File contents with padding, in order, and the nodes that describe them."""
 
     def __init__(self) -> None:
         self.contents: list[Content] = []
@@ -262,7 +261,7 @@ class _Layout:
 
 
 def _check_name(name: str) -> None:
-    # The reader looks for escaped quotes within 512-byte chunks only: nothing escaped is safe.
+    # The reader detects escaped quotes only within 512-byte chunks: no escape is safe.
     unsafe = name in ("", ".", "..") or any(c in '/"\\' or ord(c) < 32 for c in name)
     if unsafe:
         raise BlobFormatError(

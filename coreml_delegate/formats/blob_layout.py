@@ -1,4 +1,4 @@
-"""The files inside a blob: their names, and the content of those that this package defines.
+"""The files inside a blob: names, and content of the files that this package defines.
 
 ::
 
@@ -7,8 +7,8 @@
     model.mlpackage/   the model, see ``formats.mlpackage``; or
     model.mlmodelc/    the model compiled ahead of time
 
-A blob of ExecuTorch's own backend may hold both models. How files are joined to the bytes of a blob
-is in ``formats.blob``.
+A blob of ExecuTorch's own backend may hold both models. ``formats.blob`` has the layout of a blob's
+bytes.
 
 Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``ModelMetadata`` and ``ModelDebugInfo``, whose JSON
 has camelCase keys.
@@ -32,7 +32,7 @@ COMPILED = "model.mlmodelc"
 
 _IDENTIFIER = "coreml_delegate_"
 _WITH_VALUE = "debugSymbolsWithValue"
-_MOST_RESULTS = 4096
+_MAX_RESULTS = 4096
 _IDENTIFIER_DIGITS = 32  # hexadecimal, of SHA-256
 
 _Content = TypeVar("_Content", bound=Content)
@@ -52,8 +52,7 @@ class ModelMetadata:
 
     Attributes:
         identifier: Key of the device's cache of compiled models: equal exactly for equal models.
-        methods: By ExecuTorch method name; the empty name stands for the only method of a blob
-            that is not shared.
+        methods: By ExecuTorch method name; an unshared blob has one method with an empty name.
     """
 
     identifier: str
@@ -65,12 +64,12 @@ class ModelMetadata:
         Raises:
             BlobFormatError: The blob is shared and has no such method.
         """
-        found = self.methods.get("") or self.methods.get(name)
-        if found is None:
+        metadata = self.methods.get("") or self.methods.get(name)
+        if metadata is None:
             raise BlobFormatError(
                 "blob has no such method", got=repr(name), expected=", ".join(self.methods)
             )
-        return found
+        return metadata
 
     def encode(self) -> bytes:
         """Return the content of ``metadata.json``; equal metadata gives equal bytes."""
@@ -103,7 +102,7 @@ class ModelMetadata:
 
 
 OperationPath = Sequence[Mapping[str, str]]
-"""Output name and operator of each operation on the way to one."""
+"""Path to an operation: type, output name and operator of each step."""
 
 
 def debug_symbol(output: str, operator: str) -> str:
@@ -118,15 +117,15 @@ def debug_symbol(output: str, operator: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DebugInfo:
-    """Maps the operations of a model to the calls of the program that they come from.
+    """Maps the operations of a model to the calls that they were translated from.
 
     Attributes:
-        version: Version of the mapping's form, as coremltools' file states it.
+        version: Version of the format, as coremltools writes it.
         paths: Path of each operation, by debug symbol.
-        handles: Debug handles of the calls that it comes from, by debug symbol.
-        with_value: Number of results of the call with an operation's last handle, by the debug
-            symbols of the operations that have these results; those that it lacks are empty. Only
-            this package writes and reads them.
+        handles: Debug handles of the calls of each operation, by debug symbol.
+        with_value: Number of results of the call of an operation's last handle, by debug symbol,
+            for operations that have these results; missing results are empty. Only this package
+            writes and reads the field.
     """
 
     version: Any
@@ -163,7 +162,7 @@ class DebugInfo:
                 for symbol, path in body["debugSymbolToOperationPath"].items()
             }
             values = {str(s): int(count) for s, count in body.get(_WITH_VALUE, {}).items()}
-            if not all(0 <= count <= _MOST_RESULTS for count in values.values()):
+            if not all(0 <= count <= _MAX_RESULTS for count in values.values()):
                 raise ValueError("a call with an impossible number of results")
         except (
             *(ValueError, KeyError, TypeError, AttributeError, RecursionError),
@@ -212,7 +211,7 @@ def metadata_in(files: Mapping[str, Buffer]) -> ModelMetadata:
 
 
 def debug_info_in(files: Mapping[str, Content]) -> DebugInfo | None:
-    """Read the debug info of a blob; None if it has none.
+    """Read the debug info of a blob, None if missing.
 
     Raises:
         BlobFormatError: It is malformed.
@@ -238,14 +237,14 @@ def models_in(files: Mapping[str, _Content]) -> dict[str, dict[str, _Content]]:
         }
         for folder in (PACKAGE, COMPILED)
     }
-    found = {folder: content for folder, content in models.items() if content}
-    if not found:
+    nonempty = {folder: content for folder, content in models.items() if content}
+    if not nonempty:
         raise BlobFormatError(
             "blob holds no model",
             got=", ".join(files) or "no file",
             expected=f"{PACKAGE} or {COMPILED}",
         )
-    return found
+    return nonempty
 
 
 def _names(method: MethodMetadata) -> dict[str, object]:

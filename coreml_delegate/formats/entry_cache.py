@@ -1,4 +1,4 @@
-"""A cache of entries in one folder: found by key, the least recently used dropped first.
+"""A cache of entries in one folder, by key, with removal of least recently used entries.
 
 Layout of an entry (little endian)::
 
@@ -7,10 +7,10 @@ Layout of an entry (little endian)::
     payload             from byte 4096 on, so that a mapped payload starts on a page
     metadata            JSON
 
-An entry is written under a temporary name and renamed, and never changed afterwards: readers see
-all of it or nothing. If several processes write one key, the last one wins, with the same content.
-Nothing is locked, so that no lock survives a killed process, and network file systems work. Nothing
-is flushed to disk: the checksum finds entries that a power failure damaged.
+An entry is written under a temporary name, renamed, and never changed afterwards: readers see all
+of it or nothing. If several processes write one key, the last wins, with the same content. There
+are no locks, so that no lock survives a killed process, and network file systems work. Entries are
+not flushed to disk: the checksum detects entries damaged by a power failure.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from coreml_delegate.formats.files import UNFINISHED, new_file
 _logger = logging.getLogger(__name__)
 
 LIMIT_VARIABLE: Final = "COREML_DELEGATE_COMPILED_CACHE"
-"""Environment variable that turns every such cache ``off`` or says how large each may grow."""
+"""Environment variable that turns all such caches ``off`` or limits the size of each."""
 
 COMPILED: Final = "compiled"
-"""Folder of the programs that engines have compiled, in the folder of all caches."""
+"""Folder, in the folder of all caches, of programs compiled by engines."""
 
 DEFAULT_LIMIT: Final = 2 << 30
-"""Bytes that the entries of one cache may have together, unless the variable says otherwise."""
+"""Default limit of a cache's total size in bytes."""
 
 _OFF: Final = ("off", "0")
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -54,22 +54,22 @@ _SIZE: Final = re.compile(r"(\d+)([KMG]?)")
 _MAGIC: Final = b"CMDENTRY"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<8sIIQQ32s")
-_CHECKED_FROM: Final = 16  # behind magic, version and checksum
+_CHECKED_FROM: Final = 16  # after magic, version and checksum
 _PAYLOAD: Final = 4096
 _KEY_BYTES: Final = 32
 
 _SUFFIX: Final = ".entry"
-# Unfinished files of killed writers are removed at this age, in seconds; no writer takes so long.
-_ABANDONED: Final = 3600.0
+# Age at which unfinished files of killed writers are removed; no writer takes so long.
+_ABANDONED_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """Where a cache is and how large it may grow.
+    """Folder and size limit of a cache.
 
     Attributes:
         folder: By default ``compiled`` in the folder of all caches of this package.
-        limit_bytes: Of all entries together; the least recently used go first.
+        limit_bytes: Of all entries; the least recently used are removed first.
     """
 
     folder: Path = field(default_factory=lambda: _folder_below_caches(COMPILED))
@@ -83,7 +83,7 @@ class CacheOptions:
             name: Of the cache's folder, in the folder of all caches.
 
         Returns:
-            The options, or None for no cache, also where the user has no home.
+            The options, or None for no cache, also if the user has no home folder.
 
         Raises:
             OptionError: The value is neither.
@@ -115,14 +115,14 @@ def _folder_below_caches(name: str) -> Path:
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes that text such as 500000000, 500M or 2G says; None for other text."""
+    """Parse a size in bytes: 500000000, 500M or 2G; None for other text."""
     size = _SIZE.fullmatch(text.upper())
     return None if size is None else int(size[1]) * _UNITS[size[2]]
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry that was read: metadata, and the payload, a writable copy-on-write mapping."""
+    """A read entry: metadata and payload, the latter a writable copy-on-write mapping."""
 
     metadata: dict[str, Any]
     payload: memoryview
@@ -130,7 +130,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class EntryFile:
-    """A file of the cache: size in bytes, and when it was last used in ns since the epoch."""
+    """A file of the cache: size in bytes, and time of last use in ns since the epoch."""
 
     path: Path
     size: int
@@ -138,16 +138,16 @@ class EntryFile:
 
 
 class _DamagedError(Exception):
-    """A file is damaged, or no entry; the message says why."""
+    """A file is damaged, or no cache entry; the message says why."""
 
 
 class EntryCache:
-    """The cache in one folder; the module describes its files.
+    """A cache in one folder; see the module for its files.
 
     Args:
-        options: Where it is, and how large it may grow.
-        drops_others: Whether an entry is made room for by dropping others; if not, one that does
-            not fit in is not written.
+        options: Folder and size limit.
+        drops_others: Whether other entries are dropped to make room; if not, an entry that does
+            not fit is not written.
     """
 
     def __init__(self, options: CacheOptions, *, drops_others: bool = True) -> None:
@@ -156,7 +156,7 @@ class EntryCache:
         self._limit = options.limit_bytes
 
     def read(self, key: bytes) -> Entry | None:
-        """Return the entry of a key, its checksum verified; None if there is none.
+        """Return the entry of a key, with verified checksum, or None if missing or damaged.
 
         Args:
             key: 32 bytes.
@@ -186,7 +186,7 @@ class EntryCache:
             path.unlink()
 
     def write(self, key: bytes, metadata: dict[str, Any], *payload: Content) -> bool:
-        """Write an entry, dropping others to make room. If that is impossible, write nothing.
+        """Write an entry, and drop other entries to make room; without room, write nothing.
 
         Args:
             key: 32 bytes.
@@ -196,18 +196,18 @@ class EntryCache:
         Returns:
             Whether the entry has been written.
         """
-        described = json.dumps(metadata, sort_keys=True).encode()
-        size = _PAYLOAD + sum(map(size_of, payload)) + len(described)
+        metadata_bytes = json.dumps(metadata, sort_keys=True).encode()
+        size = _PAYLOAD + sum(map(size_of, payload)) + len(metadata_bytes)
         if size > self._limit:
             _logger.debug("not cached: %d bytes exceed the limit of %d", size, self._limit)
             return False
-        head = struct.pack("<QQ32s", size, len(described), key)
-        rest = head.ljust(_PAYLOAD - _CHECKED_FROM, b"\0")
-        checksum = zlib.crc32(rest)
+        head = struct.pack("<QQ32s", size, len(metadata_bytes), key)
+        header_rest = head.ljust(_PAYLOAD - _CHECKED_FROM, b"\0")
+        checksum = zlib.crc32(header_rest)
         for chunk in _chunks(payload):
             checksum = zlib.crc32(chunk, checksum)
-        checksum = zlib.crc32(described, checksum)
-        start = struct.pack("<8sII", _MAGIC, _VERSION, checksum)
+        checksum = zlib.crc32(metadata_bytes, checksum)
+        header_start = struct.pack("<8sII", _MAGIC, _VERSION, checksum)
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             _sweep_unfinished(self._folder)
@@ -215,7 +215,11 @@ class EntryCache:
                 _logger.debug("not cached: there is no room for %d bytes", size)
                 return False
             with new_file(self._path(key), permissions=0o600) as file:
-                file.writelines(itertools.chain((start, rest), _chunks(payload), (described,)))
+                file.writelines(
+                    itertools.chain(
+                        (header_start, header_rest), _chunks(payload), (metadata_bytes,)
+                    )
+                )
         except OSError as error:
             _log_unusable(self._folder, "write", error.strerror or str(error))
             return False
@@ -229,7 +233,7 @@ class EntryCache:
         """Drop every entry, and the unfinished files of writers.
 
         Returns:
-            How many entries were dropped.
+            Number of dropped entries.
         """
         dropped = sum(_try_unlink(file.path) for file in self._files())
         for path in _list_files(self._folder, UNFINISHED):
@@ -246,7 +250,7 @@ class EntryCache:
                 yield EntryFile(path, status.st_size, status.st_mtime_ns)
 
     def _make_room(self, size: int, key: bytes) -> bool:
-        """Drop entries until one of this size and key fits in, if that is allowed."""
+        """Drop entries until an entry of this size and key fits; return whether it does."""
         files = [file for file in self.files() if file.path != self._path(key)]
         excess = sum(file.size for file in files) + size - self._limit
         if not self._drops_others:
@@ -266,16 +270,16 @@ def _chunks(payload: Iterable[Content]) -> Iterator[memoryview]:
 def _parse(content: memoryview, key: bytes) -> Entry:
     if content.nbytes < _PAYLOAD:
         raise _DamagedError(f"{content.nbytes} bytes are no entry")
-    magic, version, checksum, size, described, stored_key = _HEADER.unpack_from(content)
+    magic, version, checksum, size, metadata_size, stored_key = _HEADER.unpack_from(content)
     if (magic, version) != (_MAGIC, _VERSION):
         raise _DamagedError("it is no entry of this version")
-    if size != content.nbytes or described > size - _PAYLOAD:
+    if size != content.nbytes or metadata_size > size - _PAYLOAD:
         raise _DamagedError(f"{content.nbytes} bytes are there of {size}")
     if zlib.crc32(content[_CHECKED_FROM:]) != checksum:
         raise _DamagedError("its checksum is wrong")
     if stored_key != key:
         raise _DamagedError("it belongs to another program")
-    end = size - described
+    end = size - metadata_size
     return Entry(json.loads(bytes(content[end:])), content[_PAYLOAD:end])
 
 
@@ -296,17 +300,17 @@ def _try_unlink(path: Path) -> bool:
 
 @functools.cache
 def _sweep_unfinished(folder: Path) -> None:
-    """Remove, once in a process, the unfinished files of killed writers."""
+    """Remove the unfinished files of killed writers, once per process."""
     now = time.time()
     for path in _list_files(folder, UNFINISHED):
         with contextlib.suppress(OSError):
-            if now - path.stat().st_mtime > _ABANDONED:
+            if now - path.stat().st_mtime > _ABANDONED_SECONDS:
                 path.unlink()
 
 
 @functools.cache
 def _log_unusable(folder: Path, verb: str, reason: str) -> None:
-    """Log once that nothing is kept."""
+    """Log once that a cache folder is not usable."""
     _logger.warning(
         "the cache is not used: cannot %s %s (%s); %s=off silences this",
         verb,

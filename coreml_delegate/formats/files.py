@@ -1,8 +1,8 @@
-"""Files and folders that appear whole or not at all.
+"""Atomic writing of files and folders.
 
-Each is written under a temporary name in the folder where it will lie, and renamed at the end. On
-an error or interrupt the temporary file is removed and an existing target stays as it is. Nothing
-is flushed to disk: a power failure may lose or truncate what was written last.
+Each is written under a temporary name in the target folder, and renamed at the end. On an error or
+interrupt the temporary file is removed and an existing target does not change. Data is not flushed
+to disk: a power failure may lose or truncate the latest files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from coreml_delegate.errors import ProgramError, naming
 from coreml_delegate.formats.blob import Content, chunks_of
 
 UNFINISHED: Final = ".unfinished"
-"""Suffix of a file that is being written; only a killed process leaves one behind."""
+"""Suffix of a file that is being written; it only survives if the process is killed."""
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def new_file(path: Path, *, permissions: int = 0o666) -> Generator[BinaryIO]:
 
     Args:
         path: Final name; a file of that name is replaced.
-        permissions: Mode bits of the file, less those that the umask takes away.
+        permissions: Mode bits of the file, before the umask is applied.
 
     Raises:
         OSError: The folder cannot be written; ``filename`` is set.
@@ -49,9 +49,9 @@ def new_file(path: Path, *, permissions: int = 0o666) -> Generator[BinaryIO]:
 
 @contextmanager
 def new_path(path: Path) -> Generator[Path]:
-    """Yield a path for another program to write; that file is renamed to ``path`` at the end.
+    """Yield a path for another program to write; the file is renamed to ``path`` at the end.
 
-    It lies in a temporary folder of its own, beside ``path``, which is removed with all in it.
+    It is in a separate temporary folder beside ``path``, which is removed with its content.
 
     Raises:
         OSError: The folder of ``path`` cannot be written, or no file was written.
@@ -132,7 +132,7 @@ def new_folder(
 
 @contextmanager
 def provisional_folder(folder: Path) -> Generator[None]:
-    """Create a folder and its parents; at the end remove those created that are still empty."""
+    """Create a folder and its parents; at the end remove the created folders if empty."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def provisional_folder(folder: Path) -> Generator[None]:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Generator[Path]:
-    """Create a folder beside ``target``, so that moving from one to the other is a rename."""
+    """Create a folder beside ``target``, on the same file system, so that a move is a rename."""
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield folder

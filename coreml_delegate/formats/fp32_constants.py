@@ -1,12 +1,12 @@
-"""Constants that fp16 rounds, as they were in fp32, stored in the model's user-defined metadata.
+"""fp32 values of constants that fp16 rounds, stored in the model's user-defined metadata.
 
-A model in fp16 has rounded constants: 1e-12 is a multiple of 6e-8 there, and 1 - 1e-7 is 1. The
+A model in fp16 has rounded constants: 1e-12 becomes a multiple of 6e-8, and 1 - 1e-7 is 1. The
 entry ``coreml_delegate.fp32_constants``, which Core ML ignores, is a JSON object::
 
     {function: {constant: value}}
 
-A value is a nested list, or the number that all elements are. Whoever measures what fp16 loses
-takes these values. A model that was converted to another precision does not have the entry.
+A value is a nested list, or one number if all elements are equal. Tools that measure the error of
+fp16 use these values. A model of another precision does not have the entry.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ METADATA_KEY = "coreml_delegate.fp32_constants"
 
 Constants = Mapping[str, NDArray[np.float32]]
 
-_FEW = 16  # elements: of larger constants a copy would take as much room as the constant
+_FEW = 16  # elements; storing a larger constant could take as much memory as the constant
 _MANY = 4096
 _NORMAL = np.finfo(np.float16).smallest_normal
 
 
 def as_lost(constant: NDArray[np.float32]) -> NDArray[np.float32] | None:
-    """Return a constant as it is to be stored if fp16 rounds it, one number if all are equal.
+    """Return a constant to store if fp16 rounds it, as one number if all elements are equal.
 
-    Of large constants, weights for example, only those are stored that fp16 has with fewer than 11
-    bits. Constants beyond fp16 stand for infinity.
+    Large constants, as weights, are stored only if they are subnormal in fp16, with fewer than 11
+    bits. Constants beyond fp16 mean infinity and are not stored.
 
     Args:
         constant: Any shape.
 
     Returns:
-        The constant or, [], its only number; None if it is not to be stored.
+        The constant, or its only number with shape []; None if it need not be stored.
     """
     if _is_uniform(constant):
         constant = constant.ravel()[0]
@@ -78,7 +78,7 @@ def write(metadata: MutableMapping[str, str], functions: Mapping[str, Constants 
 
 
 def read(metadata: Mapping[str, str], function: str) -> Constants | None:
-    """Return the constants of a function; None if the model does not say.
+    """Return the constants of a function; None if the model has no entry.
 
     Raises:
         BlobFormatError: The entry has another form.

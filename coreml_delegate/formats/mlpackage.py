@@ -1,7 +1,7 @@
 """The mlpackage: a folder with a manifest, a model specification and its weight files.
 
-Files are handled as a mapping of relative POSIX path to bytes, whether they lie in a folder
-(mapped, not read) or inside a blob. Layout, with the manifest naming the root item::
+Files are a mapping of relative POSIX path to bytes, from a folder (memory-mapped) or from a blob.
+Layout, with the manifest naming the root item::
 
     Manifest.json
     Data/com.apple.CoreML/model.mlmodel        protobuf, Model.proto
@@ -29,7 +29,7 @@ WEIGHTS = "weights"
 """Folder of the weight files, beside the specification."""
 WEIGHT_FILE = "weight.bin"
 MODEL_PATH = "@model_path/"
-"""How MIL names the folder of the specification."""
+"""MIL's name of the specification's folder."""
 MAIN = "main"
 """Name of the function of a model with one function."""
 
@@ -40,7 +40,7 @@ _DATA = "Data"
 _SPEC = f"{_AUTHOR}/model.mlmodel"
 _WEIGHTS = f"{_AUTHOR}/{WEIGHTS}"
 WEIGHTS_FOLDER = f"{_DATA}/{_WEIGHTS}"
-"""Path of the folder of weights in the packages that ``assemble`` makes."""
+"""Path of the weights folder in packages by ``assemble``."""
 # Namespace of the identifiers derived from content; the value itself has no meaning.
 _NAMESPACE = uuid.UUID("6f6d5f0e-3d0c-5d0b-9f0e-c0de1de1e9a7")
 
@@ -59,7 +59,7 @@ class PackageParts:
 
 
 def map_package(path: Path) -> dict[str, Buffer]:
-    """Return the files of an mlpackage, mapped, or of a package made of a lone specification.
+    """Return the memory-mapped files of an mlpackage, or a package of a single specification.
 
     Args:
         path: An ``.mlpackage`` folder, or an ``.mlmodel`` file.
@@ -87,8 +87,8 @@ def map_folder(folder: Path, *, smallest: int = 1) -> dict[str, memoryview]:
 
     Args:
         folder: Its files may be removed while they are mapped, but not changed.
-        smallest: Size in bytes from which files are mapped, and smaller ones read: each mapped file
-            counts as an open one.
+        smallest: Size in bytes from which files are mapped; smaller files are read, because each
+            mapped file counts as an open file.
 
     Returns:
         Relative POSIX path to content, sorted. The views keep the mappings alive.
@@ -143,7 +143,7 @@ def locate_spec(files: Mapping[str, Buffer]) -> str:
 
 
 def empty_folders(files: Mapping[str, Buffer]) -> list[str]:
-    """Return the folders of an mlpackage that its manifest lists, and that have no file.
+    """Return the folders in the manifest of an mlpackage that have no files.
 
     Coremltools lists a folder of weights even if there are no weights, and refuses a package that
     lacks a listed folder.
@@ -185,19 +185,19 @@ def assemble(spec: bytes, weights: Mapping[str, C]) -> dict[str, bytes | C]:
 def _inside(link: Path, root: Path) -> bool:
     try:
         return link.resolve(strict=True).is_relative_to(root)
-    except (OSError, RuntimeError):  # dangling, or a circle
+    except (OSError, RuntimeError):  # a dangling link, or a cycle
         return False
 
 
 def _map_file(path: Path, smallest: int) -> memoryview:
     with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size < max(1, smallest):  # nothing cannot be mapped
+        if os.fstat(file.fileno()).st_size < max(1, smallest):  # an empty file cannot be mapped
             return memoryview(file.read())
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def _read_manifest(files: Mapping[str, Buffer]) -> tuple[Mapping[str, Any], str]:
-    """Return the items that the manifest lists, and the path of the specification."""
+    """Return the items of the manifest, and the path of the specification."""
     if MANIFEST not in files:
         raise BlobFormatError("mlpackage lacks its manifest", expected=MANIFEST)
     try:

@@ -41,7 +41,7 @@ _PACKED_AT_ONCE = 2**20  # elements, a multiple of 8
 
 @dataclass(frozen=True, slots=True)
 class WeightRecord:
-    """Type and place of a weight in its file.
+    """Type and location of a weight in its file.
 
     Attributes:
         dtype: The data type's number.
@@ -58,7 +58,7 @@ class WeightRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight as a file holds it.
+    """A weight as stored in a file.
 
     Attributes:
         dtype: The data type's number.
@@ -72,7 +72,7 @@ class StoredWeight:
 
 
 def pack_integers(values: NDArray[np.generic], bits: int) -> NDArray[np.uint8]:
-    """Pack integers of fewer than eight bits as they are stored.
+    """Pack integers of fewer than eight bits to their stored form.
 
     Args:
         values: [count], int8 or uint8.
@@ -94,7 +94,7 @@ def _pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def unpack_integers(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint8]:
-    """Widen stored integers of fewer than eight bits to one per byte, without a sign.
+    """Unpack stored integers of fewer than eight bits to one per byte, unsigned.
 
     Args:
         packed: [ceil(count * bits / 8)].
@@ -132,7 +132,7 @@ def check_header(name: str, buffer: memoryview) -> None:
 
 
 def read_record(name: str, buffer: memoryview, offset: int) -> WeightRecord:
-    """Read a record; whether its data lies inside the file is for the caller to check.
+    """Read a record; the caller checks that its data lies inside the file.
 
     Args:
         name: Name of the file, for messages.
@@ -177,7 +177,7 @@ def read_weight(name: str, buffer: memoryview, offset: int) -> StoredWeight:
 
 
 class WeightFile:
-    """A weight file that grows by one weight at a time, and is whole after each.
+    """A weight file that is complete after each appended weight.
 
     Args:
         path: The file, which is replaced.
@@ -212,7 +212,7 @@ def write_weights(weights: Iterable[StoredWeight]) -> tuple[Pieces, list[int]]:
         weights: The weights in the order in which to write them.
 
     Returns:
-        The file, which refers to the weights' own bytes, and the offset of each weight's record in
+        The file, without a copy of the weights' bytes, and the offset of each weight's record in
         bytes.
     """
     parts: list[Buffer] = [b""]

@@ -299,8 +299,8 @@ def test_large_values_are_told_and_larger_ones_left(
             twice = torch.cat((x, x), 1) * torch.hamming_window(16)
             return twice[:, 8:] + torch.hamming_window(8)
 
-    monkeypatch.setattr(constant_folding, "_NOTABLE", 31)
-    monkeypatch.setattr(constant_folding, "_LARGEST", 63)
+    monkeypatch.setattr(constant_folding, "_NOTED_GROWTH", 31)
+    monkeypatch.setattr(constant_folding, "_MAX_GROWTH", 63)
     with caplog.at_level(logging.WARNING, "coreml_delegate.transforms"):
         report = CoreMLPartitioner().plan(torch.export.export(Windows(), (torch.randn(2, 8),)))
     (fold,) = report.folds

@@ -327,7 +327,7 @@ def test_a_killed_writer_leaves_nothing_that_is_read(folder, monkeypatch):
     entry_cache._sweep_unfinished.cache_clear()
     cache.write(bytes(32), {}, b"")
     assert left[0].exists()
-    long_ago = time.time() - 2 * entry_cache._ABANDONED
+    long_ago = time.time() - 2 * entry_cache._ABANDONED_SECONDS
     os.utime(left[0], (long_ago, long_ago))
     entry_cache._sweep_unfinished.cache_clear()
     cache.write(bytes(32), {}, b"")

@@ -1,4 +1,4 @@
-"""Ahead-of-time partitioning: the nodes of a program that Core ML takes, and why not the others."""
+"""Ahead-of-time partitioning: delegates calls to Core ML, and reports why other calls stay."""
 
 if __name__ == "partition":
     raise ImportError("'partition' is a subpackage; import coreml_delegate.partition instead")

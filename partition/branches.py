@@ -1,7 +1,7 @@
-"""Control flow that stays outside of Core ML: its branches are partitioned, each like a program.
+"""Partitions the branches of undelegated control flow, each as a program.
 
-ExecuTorch lowers the partitions of branches as it lowers those of the program around them. What a
-branch is called with, weights too, are its inputs there, so delegates take them as inputs.
+ExecuTorch lowers the partitions of branches like the partitions of the outer program. All operands
+of a branch, weights included, are its inputs, so delegates take them as inputs.
 """
 
 from __future__ import annotations
@@ -29,78 +29,83 @@ from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport
 from coreml_delegate.partition.run import PartitionedProgram, PartitionRun
-from coreml_delegate.partition.verdicts.filters import LeftOut
+from coreml_delegate.partition.verdicts.filters import ExcludedCalls
 
 
-def partition_whole(
-    program: ExportedProgram, options: PartitionerOptions, wide: WideIntegers, left_out: LeftOut
+def partition_with_branches(
+    program: ExportedProgram,
+    options: PartitionerOptions,
+    wide: WideIntegers,
+    excluded: ExcludedCalls,
 ) -> PartitionedProgram:
-    """Partition a program and the branches of control flow that stays in it.
+    """Partition a program and the branches of its undelegated control flow.
 
     Args:
         program: In edge dialect; it is tagged, the branches included.
         options: The partitioner's.
         wide: See ``PartitionRun``.
-        left_out: See there.
+        excluded: See ``PartitionRun``.
 
     Returns:
-        One result. In the report calls of a branch have the names of branch and call.
+        One result. In the report, names of calls in a branch have the path of the branch.
 
     Raises:
         CoreMLDelegateError: See ``PartitionRun.partition``.
     """
-    whole = PartitionRun(program, options, wide, left_out).partition()
-    if options.compiling.enumerated_shapes:  # of the program's inputs, which branches have not
-        return whole
-    for call, place, branch in _branches(program.graph_module, program, ""):
-        prefix = place.replace(".", "_") + "_"
-        found = PartitionRun(branch, options, wide, left_out).partition(prefix=prefix)
-        whole = PartitionedProgram(
-            report=_with_branch(whole.report, found.report, place, call),
-            compile_options={**whole.compile_options, **found.compile_options},
-            blobs={**whole.blobs, **found.blobs},
+    result = PartitionRun(program, options, wide, excluded).partition()
+    if options.compiling.enumerated_shapes:  # for the program's inputs, not for those of branches
+        return result
+    for call, path, branch in _branches(program.graph_module, program, ""):
+        prefix = path.replace(".", "_") + "_"
+        partitioned = PartitionRun(branch, options, wide, excluded).partition(prefix=prefix)
+        result = PartitionedProgram(
+            report=_add_branch(result.report, partitioned.report, path, call),
+            compile_options={**result.compile_options, **partitioned.compile_options},
+            blobs={**result.blobs, **partitioned.blobs},
         )
-    return whole
+    return result
 
 
 def _branches(
     module: GraphModule, owner: ExportedProgram, path: str
 ) -> Iterator[tuple[str, str, ExportedProgram]]:
-    """Yield the branches that ExecuTorch runs, outer ones before inner ones.
+    """Yield the branches that ExecuTorch runs, outer branches first.
 
     Yields:
         The paths of the call and of the branch, and the branch.
     """
-    seen: set[str] = set()
+    visited: set[str] = set()
     for name, submodule, call in get_control_flow_submodules(module):
-        branch = None if name in seen else _program_of(submodule, owner)
-        seen.add(name)
+        branch = None if name in visited else _program_of(submodule, owner)
+        visited.add(name)
         if branch is not None:
             yield f"{path}{call.name}", f"{path}{name}", branch
             yield from _branches(submodule, owner, f"{path}{name}.")
 
 
 def _program_of(module: GraphModule, owner: ExportedProgram) -> ExportedProgram | None:
-    """Return a branch as a program that shares its graph; None if it takes or gives other values.
+    """Return a branch as a program that shares its graph; None for values but tensors and sizes.
 
     Args:
         module: The branch.
-        owner: The program around it.
+        owner: The outer program.
     """
     graph = module.graph
     inputs = [_argument(node) for node in graph.find_nodes(op="placeholder")]
     outputs = [_argument(value) for value in pytree.tree_leaves(graph.output_node().args[0])]
     if None in inputs or None in outputs:
         return None
-    taken: list[Any] = [InputSpec(InputKind.USER_INPUT, arg, None) for arg in inputs if arg]
-    given: list[Any] = [OutputSpec(OutputKind.USER_OUTPUT, arg, None) for arg in outputs if arg]
+    input_specs: list[Any] = [InputSpec(InputKind.USER_INPUT, arg, None) for arg in inputs if arg]
+    output_specs: list[Any] = [
+        OutputSpec(OutputKind.USER_OUTPUT, arg, None) for arg in outputs if arg
+    ]
     in_spec = pytree.tree_structure((tuple(arg.name for arg in inputs if arg), {}))
     out_spec = pytree.tree_structure(tuple(arg.name for arg in outputs if arg))
     call = ModuleCallSignature(inputs=[], outputs=[], in_spec=in_spec, out_spec=out_spec)
     program = ExportedProgram(
         root=module,
         graph=graph,
-        graph_signature=ExportGraphSignature(taken, given),
+        graph_signature=ExportGraphSignature(input_specs, output_specs),
         state_dict={},
         range_constraints=copy.deepcopy(owner.range_constraints),
         module_call_graph=[ModuleCallEntry("", call)],
@@ -112,31 +117,34 @@ def _program_of(module: GraphModule, owner: ExportedProgram) -> ExportedProgram 
 
 
 def _argument(value: Any) -> TensorArgument | SymIntArgument | None:
-    found: Any = value.meta.get("val") if isinstance(value, Node) else None
-    if isinstance(found, torch.Tensor):
+    traced: Any = value.meta.get("val") if isinstance(value, Node) else None
+    if isinstance(traced, torch.Tensor):
         return TensorArgument(name=value.name)
-    return SymIntArgument(name=value.name) if isinstance(found, torch.SymInt) else None
+    return SymIntArgument(name=value.name) if isinstance(traced, torch.SymInt) else None
 
 
-def _with_branch(
-    report: DelegationReport, branch: DelegationReport, place: str, call: str
+def _add_branch(
+    report: DelegationReport, branch: DelegationReport, path: str, call: str
 ) -> DelegationReport:
-    """Return a report with the calls of a branch, which tell themselves what the CPU lacks."""
+    """Add the report on a branch; its calls replace the control flow's CPU obstacle."""
 
-    def named(name: str) -> str:
-        return f"{place}.{name}"
+    def qualified(name: str) -> str:
+        return f"{path}.{name}"
 
     nodes = [
-        replace(node, name=named(node.name), inputs=tuple(map(named, node.inputs)))
+        replace(node, name=qualified(node.name), inputs=tuple(map(qualified, node.inputs)))
         for node in branch.nodes
     ]
     obstacles = [
-        replace(obstacle, nodes=tuple(map(named, obstacle.nodes))) for obstacle in branch.obstacles
+        replace(obstacle, nodes=tuple(map(qualified, obstacle.nodes)))
+        for obstacle in branch.obstacles
     ]
-    own = [replace(node, cpu_obstacle=None) if node.name == call else node for node in report.nodes]
+    outer_nodes = [
+        replace(node, cpu_obstacle=None) if node.name == call else node for node in report.nodes
+    ]
     return replace(
         report,
-        nodes=(*own, *nodes),
+        nodes=(*outer_nodes, *nodes),
         partitions=(*report.partitions, *branch.partitions),
         obstacles=(*report.obstacles, *obstacles),
         folds=(*report.folds, *branch.folds),

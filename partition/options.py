@@ -47,10 +47,10 @@ _FUNCTIONS = ("node_filter", "keep_fp32")
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionerOptions:
-    """The keywords of ``CoreMLPartitioner``, and the settings that they amount to.
+    """The keywords of ``CoreMLPartitioner``, and the settings derived from them.
 
     Raises:
-        OptionError: A value that is not accepted, or options that exclude each other.
+        OptionError: An invalid value, or options that exclude each other.
     """
 
     skip_ops_for_coreml_delegation: Collection[str] | None = None
@@ -68,16 +68,16 @@ class PartitionerOptions:
     keep_fp32: NodePredicate | None = None
 
     def __post_init__(self) -> None:
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        check_all(given, _CHECKS)
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        check_all(values, _CHECKS)
         check_target(self.compiling)
         self.compiling.check_compression()
         check_accepted(self.compiling)
         _ = self.filters
         if self.lower_full_graph:
             self._check_full_graph()
-        for name, value in given.items():
-            if isinstance(value, Collection):  # the caller's, who may change it
+        for name, value in values.items():
+            if isinstance(value, Collection):  # copied, because the caller may change it
                 object.__setattr__(self, name, tuple(cast("Collection[Any]", value)))
 
     @cached_property
@@ -103,12 +103,12 @@ class PartitionerOptions:
 
     @property
     def ownership(self) -> DataOwnership:
-        """The data that Core ML has inside."""
+        """The data that Core ML models contain."""
         return DataOwnership(self.take_over_constant_data, bool(self.take_over_mutable_buffer))
 
     @property
     def demands_everything(self) -> bool:
-        """Whether it is an error if a call stays on the CPU."""
+        """Whether an undelegated call is an error."""
         return self.lower_full_graph or self.strict
 
     @property
@@ -117,7 +117,7 @@ class PartitionerOptions:
         return self.compiling.weight_sharing is WeightSharing.POSITIONAL
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for ``pickle``, which itself does not name what it cannot pickle.
+        """Return the attributes for ``pickle``; name the option that cannot be pickled.
 
         Raises:
             OptionError: A function among the options cannot be pickled.
@@ -135,12 +135,12 @@ class PartitionerOptions:
         return vars(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Only the functions can have a state of their own.
+        # Only the functions can have state.
         functions = {name: copy.deepcopy(getattr(self, name), memo) for name in _FUNCTIONS}
         return replace(self, **functions)
 
     def _check_full_graph(self) -> None:
-        leaves_nothing_to_the_cpu = {
+        compatible = {
             "skip_ops_for_coreml_delegation": not self.skip_ops_for_coreml_delegation,
             "take_over_mutable_buffer": self.take_over_mutable_buffer,
             "take_over_constant_data": self.take_over_constant_data,
@@ -150,7 +150,7 @@ class PartitionerOptions:
             "node_filter": self.node_filter is None,
             "min_partition_nodes": self.min_partition_nodes == 1,
         }
-        clashing = [name for name, fine in leaves_nothing_to_the_cpu.items() if not fine]
+        clashing = [name for name, is_compatible in compatible.items() if not is_compatible]
         if clashing:
             raise OptionError(
                 "lower_full_graph=True leaves nothing to the CPU",

@@ -1,4 +1,4 @@
-"""``CoreMLPartitioner``: the object a user hands to ``to_edge_transform_and_lower``."""
+"""``CoreMLPartitioner``, which users pass to ``to_edge_transform_and_lower``."""
 
 from __future__ import annotations
 
@@ -23,42 +23,41 @@ from coreml_delegate.partition.verdicts.filters import NodePredicate
 
 _REPORTS = "reports"
 _NOT_COPIED = frozenset({"_spec", "_session"})
-"""``_spec`` is ExecuTorch's, a mapping proxy, which cannot be copied."""
+"""``_spec`` of ExecuTorch is a mapping proxy, which cannot be copied."""
 
 
 class CoreMLPartitioner(Partitioner):
-    """Delegates to Core ML the calls that it can take, and reports why not the others.
+    """Delegates the calls that Core ML can take, and reports why other calls stay on the CPU.
 
-    Modules are named by path (``layers.0``, which covers all below it), by path with wildcards
-    (``layers.*.norm``), or by class, itself or its name (``torch.nn.LayerNorm``).
+    Modules are given by path (``layers.0``, which includes its submodules), by path with wildcards
+    (``layers.*.norm``), or by class or class name (``torch.nn.LayerNorm``).
 
-    A copy, and a pickle, has the options and the reports. It has nothing of a lowering under way:
-    copy before lowering, or after.
+    A copy, or a pickle, has the options and the reports, but no state of a lowering in progress:
+    copy before or after lowering.
 
     Args:
-        skip_ops_for_coreml_delegation: Op names to leave to the CPU: ``aten.add.Tensor``,
+        skip_ops_for_coreml_delegation: Op names to keep on the CPU: ``aten.add.Tensor``,
             ``add.Tensor``, ``aten.add`` or ``add``.
         compile_specs: From ``CoreMLBackend.generate_compile_specs``; None for its defaults.
-        take_over_mutable_buffer: Make Core ML states of the mutable buffers that can be (needs
-            iOS18); otherwise they become inputs and outputs. The report says which buffer became
-            which.
-        take_over_constant_data: Give weights and constants to Core ML; otherwise they become
-            inputs.
+        take_over_mutable_buffer: Turn suitable mutable buffers into Core ML states (needs iOS18);
+            other buffers become inputs and outputs. The report lists both.
+        take_over_constant_data: Store weights and constants in the Core ML models; otherwise they
+            become inputs.
         lower_full_graph: Raise unless the entire graph can be delegated.
-        only_ops: Op names to delegate, and no others.
-        skip_modules: Modules to leave to the CPU.
-        only_modules: Modules to delegate, and nothing outside them.
+        only_ops: Delegate only these ops.
+        skip_modules: Modules to keep on the CPU.
+        only_modules: Delegate only calls in these modules.
         node_filter: Called with every call, first in ATen and then in edge dialect, where nodes
-            have other names; false keeps it on the CPU.
-        min_partition_nodes: Leave partitions of fewer operations to the CPU.
-        max_partitions: Leave all but so many partitions, those of most estimated FLOPs, to the CPU.
-        strict: Raise if any call stays on the CPU, whatever the reason.
-        keep_fp32: Called with every delegated call, in edge dialect; true keeps it in fp32 where
-            the compile specs ask for fp16. They too can name what is kept.
+            have other names; false keeps the call on the CPU.
+        min_partition_nodes: Keep partitions of fewer operations on the CPU.
+        max_partitions: Delegate at most this many partitions, by estimated FLOPs.
+        strict: Raise if any call stays on the CPU, for any reason.
+        keep_fp32: Called with every delegated call, in edge dialect; true keeps it in fp32 if the
+            compile specs demand fp16. Compile specs can name such calls too.
 
     Raises:
-        OptionError: A value of the wrong kind; an op, compile spec, graph pass or MIL op that is
-            unknown; or options that exclude each other.
+        OptionError: A value of the wrong type; an unknown op, compile spec, graph pass or MIL op;
+            or options that exclude each other.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class CoreMLPartitioner(Partitioner):
             keep_fp32=keep_fp32,
         )
         self._session = LoweringSession(self._options)
-        # Canonical and complete, so that a .pte tells how it was made.
+        # Canonical and complete, so that a .pte records all options.
         self.delegation_spec = _delegation(self.options)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +113,7 @@ class CoreMLPartitioner(Partitioner):
 
     @property
     def report(self) -> DelegationReport:
-        """The report on the program partitioned last, if only to be refused.
+        """The report on the program partitioned last, even if it was refused.
 
         Raises:
             ProgramError: Nothing was partitioned yet.
@@ -129,36 +128,35 @@ class CoreMLPartitioner(Partitioner):
     def plan(self, program: ExportedProgram) -> DelegationReport:
         """Return the report that lowering would give, without lowering.
 
-        Nothing is written, ``reports`` stays as it is, and calls that stay on the CPU are no error,
-        whatever ``lower_full_graph`` and ``strict`` say. A lowering with this partitioner takes
-        over the blobs that are made to find out.
+        ``reports`` does not change, and undelegated calls are no error, even with
+        ``lower_full_graph`` or ``strict``. A later lowering with this partitioner reuses the blobs.
 
         Args:
-            program: From ``torch.export``, in ATen dialect; it is left as it is.
+            program: From ``torch.export``, in ATen dialect; it is not changed.
 
         Raises:
-            OptionError: A module pattern that names no module of the program.
+            OptionError: A module pattern matches no module of the program.
             ContractError: See ``partition``.
         """
         return self._plan(program)[0]
 
     def edge_compile_config(self, program: ExportedProgram) -> EdgeCompileConfig:
-        """Return the configuration with which ExecuTorch takes a program that Core ML takes.
+        """Return an ``EdgeCompileConfig`` that accepts the non-core operators that Core ML takes.
 
         ExecuTorch checks a program before it delegates, and refuses operators outside the core ATen
-        opset, such as ``randn_like``. Those of which Core ML takes every call are excepted; all
-        else is checked. Of the others a warning is logged: ExecuTorch refuses the program, unless
-        ``_check_ir_validity`` is switched off.
+        opset, such as ``randn_like``. Operators of which Core ML takes every call are excepted from
+        the check. A warning lists the other operators, for which ExecuTorch refuses the program
+        unless ``_check_ir_validity`` is off.
 
         Args:
-            program: See ``plan``, as for the errors.
+            program: See ``plan``, also for errors.
         """
         report, session = self._plan(program)
         return edge_compile_config(report, session.preserved)
 
     def _plan(self, program: ExportedProgram) -> tuple[DelegationReport, LoweringSession]:
-        demands_nothing = replace(self._options, lower_full_graph=False, strict=False)
-        session = LoweringSession(demands_nothing, is_plan=True)
+        tolerant = replace(self._options, lower_full_graph=False, strict=False)
+        session = LoweringSession(tolerant, is_plan=True)
         report = plan(program, session)
         self._session.keep(session.blobs)
         return report, session
@@ -171,11 +169,11 @@ class CoreMLPartitioner(Partitioner):
 
         Raises:
             UnsupportedOperatorError: ``lower_full_graph`` or ``strict`` is set and a call stays on
-                the CPU; lists every one.
-            OptionError: A module pattern that names no module of the program.
-            ContractError: Mutable buffers would become states and the target has none.
+                the CPU; lists all such calls.
+            OptionError: A module pattern matches no module of the program.
+            ContractError: Mutable buffers would become states, which the target lacks.
         """
-        claim_name()  # before ExecuTorch looks for it
+        claim_name()  # before ExecuTorch looks the backend up
         options_by_tag = self._session.partition(exported_program)
         return PartitionResult(
             tagged_exported_program=exported_program,
@@ -183,7 +181,7 @@ class CoreMLPartitioner(Partitioner):
         )
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
-        """Return the program in fp32, with plain tensors and containers, without checks of results.
+        """Return the program in fp32, with plain tensors and containers, without assertions.
 
         See the modules of ``transforms``.
         """
@@ -192,10 +190,10 @@ class CoreMLPartitioner(Partitioner):
     def ops_to_not_decompose(
         self, ep: ExportedProgram
     ) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
-        """Return the composite ops that Core ML has as one op and takes at every call in ``ep``.
+        """Return the composite ops that Core ML has as one op, if it takes every call in ``ep``.
 
-        ExecuTorch asks once more after lowering. The calls that no backend took then are in the
-        report, have perhaps no kernel, and are decomposed: ``ep`` is changed.
+        ExecuTorch calls the method again after lowering. It then decomposes the calls of these ops
+        that no backend took, in place, because ExecuTorch may lack a kernel for them.
         """
         if ep.dialect == EDGE:
             self._session.decompose_undelegated(ep)

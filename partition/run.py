@@ -37,8 +37,8 @@ from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, describe
 from coreml_delegate.partition.undelegated import decompose_calls
 from coreml_delegate.partition.verdicts.cpu_kernels import is_composite, register_kernels
-from coreml_delegate.partition.verdicts.filters import LeftOut
-from coreml_delegate.partition.verdicts.operator_support import refused_apart, refused_calls
+from coreml_delegate.partition.verdicts.filters import ExcludedCalls
+from coreml_delegate.partition.verdicts.operator_support import refused_calls, refused_one_by_one
 from coreml_delegate.partition.verdicts.parts import refuse_results
 from coreml_delegate.preprocess import package
 from coreml_delegate.targets import STATE_OPSET
@@ -65,8 +65,8 @@ from coreml_delegate.transforms.recurrent_layers import (
     restore_refused_layers,
 )
 
-_FRAMES = (name_values, drop_text_results, drop_assertions)
-"""Applied to a program once, before its control flow is looked at."""
+_INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
+"""Applied once to a program, before its control flow."""
 
 _TRANSFORMS = (
     decompose_custom_ops,
@@ -79,7 +79,7 @@ _TRANSFORMS = (
 )
 """Applied to a program and to branches, in this order, before ExecuTorch decomposes them.
 
-Constants are folded before, in the dtypes of the model, and after, what had no kernel in these.
+Constants are folded before, in the dtypes of the model, and after, for dtypes without kernels.
 """
 
 _LOCK = threading.RLock()
@@ -91,9 +91,9 @@ class PartitionedProgram:
 
     Attributes:
         report: The report on every call of the program.
-        compile_options: By tag the options with which each partition is to be lowered.
-        blobs: By tag the blobs that were made of partitions; they wait for ``preprocess`` as long
-            as they are held.
+        compile_options: The compile options of each partition, by tag.
+        blobs: The cached blobs of partitions, by tag; ``preprocess`` finds them as long as they are
+            referenced.
     """
 
     report: DelegationReport
@@ -102,14 +102,14 @@ class PartitionedProgram:
 
 
 def transform(program: ExportedProgram, options: PartitionerOptions) -> ExportedProgram:
-    """Return a program in fp32, with plain tensors and containers, without checks of results.
+    """Return a program in fp32, with plain tensors and containers, without assertions.
 
     Args:
-        program: In ATen dialect, before decomposition; it is left as it is.
+        program: In ATen dialect, before decomposition; it is not changed.
         options: The partitioner's.
     """
-    for step in _FRAMES:
-        program = step(program)
+    for rewrite in _INTERFACE_TRANSFORMS:
+        program = rewrite(program)
     return _transform(program, options)
 
 
@@ -119,13 +119,15 @@ def _transform(
     inputs: Inputs = NO_INPUTS,
 ) -> ExportedProgram:
     target, constants_inside = options.compiling.deployment_target, options.ownership.constants
-    fold = partial(fold_constants, refused=partial(refused_apart, target=target), inputs=inputs)
+    fold = partial(
+        fold_constants, refused=partial(refused_one_by_one, target=target), inputs=inputs
+    )
     folded = fold(program)
     program = protect_control_flow(
         folded, partial(_lower_branch, options), options.filters.refusal, inputs
     )
-    for step in _TRANSFORMS:
-        program = step(program)
+    for rewrite in _TRANSFORMS:
+        program = rewrite(program)
     if program is not folded:
         program = fold(program)
     program = dequantize_per_use(program)
@@ -140,20 +142,20 @@ def _transform(
 def _lower_branch(
     options: PartitionerOptions, branch: ExportedProgram, constants: Inputs
 ) -> Lowered:
-    """Lower a branch of control flow as ExecuTorch would; see ``LowerBranch``."""
+    """Lower a branch of control flow as ExecuTorch does; see ``LowerBranch``."""
     branch = _transform(branch, options, constants).run_decompositions({})
-    wide, left_out = WideIntegers(), LeftOut()
+    wide, excluded = WideIntegers(), ExcludedCalls()
 
     def run(program: ExportedProgram) -> PartitionRun:
-        return PartitionRun(with_constants(program, constants), options, wide, left_out)
+        return PartitionRun(with_constants(program, constants), options, wide, excluded)
 
     table = default_decompositions()
-    refused = run(branch).left_out_calls()
+    refused = run(branch).excluded_calls()
     if not refused:
         for op in run(branch).ops_to_preserve():
             table.pop(op, None)
         branch = branch.run_decompositions(table)
-        # Torch puts checks of dtypes beside casts; ExecuTorch removes those at the root.
+        # Torch adds dtype assertions to casts; ExecuTorch removes them only at the root.
         RemoveGraphAssertsPass()(branch.graph_module)
         refused = run(branch).refusals()
     for node, reason in refused.items():
@@ -163,16 +165,16 @@ def _lower_branch(
 
 @contextmanager
 def _skip_guards_and_verification() -> Generator[None]:
-    """Skip two steps of making an ``ExportedProgram``: those made here are parts of another.
+    """Skip two steps of creating an ``ExportedProgram`` from parts of a verified program.
 
-    The first writes code for the guards of dynamic shapes. Only ``ExportedProgram.module()`` uses
-    it, which conversion does not call. Measured on two blocks of Swin V2 with dynamic height and
+    The first generates code for the guards of dynamic shapes, which only
+    ``ExportedProgram.module()`` uses. Measured on two blocks of Swin V2 with dynamic height and
     width: 440 guards, 0.4 s for each of hundreds of programs.
 
     The second verifies the graph: 0.3 s for Swin-T. The whole program has been verified, and
-    ExecuTorch verifies the partitions that it cuts out itself.
+    ExecuTorch verifies the partitions that it cuts out.
     """
-    # Both functions are global to the process, so two threads must not patch them at once.
+    # Both functions are global to the process, so threads must not patch them concurrently.
     with (
         _LOCK,
         mock.patch.object(exported_program, "_convert_guards_to_code", return_value=[]),
@@ -187,8 +189,8 @@ class PartitionRun:
     Args:
         program: In ATen dialect to ask for ops to preserve, in edge dialect to partition.
         options: The partitioner's.
-        wide: Integers that Core ML cannot hold, noted from the program in ATen dialect.
-        left_out: The composite calls that the user left out, noted likewise.
+        wide: Integers beyond int32, noted from the program in ATen dialect.
+        excluded: Composite calls that the user excludes, noted from the program in ATen dialect.
     """
 
     def __init__(
@@ -196,52 +198,56 @@ class PartitionRun:
         program: ExportedProgram,
         options: PartitionerOptions,
         wide: WideIntegers,
-        left_out: LeftOut,
+        excluded: ExcludedCalls,
     ) -> None:
         self._program = program
         self._options = options
         self._target = options.compiling.deployment_target
         self._wide = wide
-        self._left_out = left_out
-        self._filters = options.filters.beside(left_out)
+        self._excluded = excluded
+        self._filters = options.filters.with_filter(excluded)
         self._proof = ConversionProof(
             program, _LOWERING, constants_inside=options.ownership.constants
         )
 
     @_skip_guards_and_verification()
     def ops_to_preserve(self) -> set[OpOverload]:
-        """Return the composite ops to keep whole.
+        """Return the composite ops to protect from decomposition.
 
-        They are those that Core ML has as one op and takes at every call, and those that the user
-        leaves out at some. Other calls of these that Core ML refuses are decomposed in the program.
+        These are the ops that Core ML has as one op and takes at every call, and the ops of calls
+        that the user excludes. Refused calls of the latter are decomposed in the program.
         """
         refused = self.refusals(_is_preserved)
-        left_out = self.left_out_calls()
-        for call, reason in left_out.items():
-            self._left_out.note(call, reason)
+        excluded = self.excluded_calls()
+        for call, reason in excluded.items():
+            self._excluded.note(call, reason)
         unfit = [
             node
             for node in self._program.graph.nodes
-            if (node in refused or not _is_preserved(node)) and node not in left_out
+            if (node in refused or not _is_preserved(node)) and node not in excluded
         ]
         ops: set[Any] = {n.target for n in self._program.graph.nodes if n.op == "call_function"}
-        kept: set[Any] = {call.target for call in left_out if self._is_kept_for_others(call)}
-        taken = {op for op in ops if isinstance(op, OpOverload)} - {call.target for call in unfit}
-        if apart := [call for call in unfit if call.target in kept]:
-            decompose_calls(apart, self._program)
-        return kept | taken
+        with_excluded_calls: set[Any] = {
+            call.target for call in excluded if self._keeps_op_whole(call)
+        }
+        fully_taken = {op for op in ops if isinstance(op, OpOverload)} - {
+            call.target for call in unfit
+        }
+        if calls_to_decompose := [call for call in unfit if call.target in with_excluded_calls]:
+            decompose_calls(calls_to_decompose, self._program)
+        return with_excluded_calls | fully_taken
 
-    def _is_kept_for_others(self, call: Node) -> bool:
-        """Return whether a call that the user leaves out keeps its op whole.
+    def _keeps_op_whole(self, call: Node) -> bool:
+        """Return whether a call that the user excludes protects its op from decomposition.
 
-        In branches hardly a partitioner looks, and ExecuTorch ends at an op kept there in vain. A
+        Few partitioners look into branches, and ExecuTorch fails at a preserved op there. A
         recurrent layer would have results of another layout, which Core ML does not take.
         """
         results = tensors_of(call.meta["val"])
         return call.graph is self._program.graph and all(map(is_row_major, results))
 
-    def left_out_calls(self) -> dict[Node, Reason]:
-        """Return the composite calls that the user leaves out, in branches too."""
+    def excluded_calls(self) -> dict[Node, Reason]:
+        """Return the composite calls that the user excludes, also in branches."""
         modules = [m for m in self._program.graph_module.modules() if isinstance(m, GraphModule)]
         calls = (
             node
@@ -261,7 +267,7 @@ class PartitionRun:
 
         Raises:
             OptionError: The enumerated shapes are of another program.
-            ContractError: Mutable buffers would become states and the target has none.
+            ContractError: Mutable buffers would become states, which the target lacks.
         """
         program, ownership = self._program, self._options.ownership
         refused = self.refusals()
@@ -284,10 +290,10 @@ class PartitionRun:
         )
 
     def refusals(self, only: Callable[[Node], bool] | None = None) -> dict[Node, Reason]:
-        """Return the calls refused by the rules and the user, or by a trial, with the reasons.
+        """Return the calls refused by the rules, the user, or a trial, with the reasons.
 
         Args:
-            only: Returns true for the calls to try; None if all are.
+            only: Returns true for the calls to try; None for all calls.
         """
         refused = refused_calls(
             self._program,
@@ -307,7 +313,7 @@ class PartitionRun:
         return {**refused, **refuse_results(failed)}
 
     def _confirm(self, program: ExportedProgram, tags: Sequence[str]) -> Mapping[Node, Reason]:
-        """Return the calls that keep these partitions from being converted."""
+        """Return the calls at fault for partitions that do not convert."""
         check_state_target(program, self._target)
         groups: dict[str, list[Node]] = {tag: [] for tag in tags}
         for node in program.graph.nodes:
@@ -328,12 +334,14 @@ class PartitionRun:
     def _options_for(self, calls: Sequence[Node], *, has_states: bool) -> CompileOptions:
         options, keep_fp32 = self._options.compiling, self._options.keep_fp32
         is_shared = self._options.shares_weights
-        tried = max((options.oldest_for_compression, *map(self._proof.since, calls)))
-        known = required_opset(calls)
-        # What the rules and the boundary demand, preprocess finds out by itself.
-        if options.deployment_target is None and (tried > known or is_shared):
-            demanded = max(tried, known, STATE_OPSET) if is_shared or has_states else tried
-            options = replace(options, deployment_target=demanded)
+        translated = max((options.oldest_for_compression, *map(self._proof.since, calls)))
+        required = required_opset(calls)
+        # preprocess determines the target that rules and boundary demand.
+        if options.deployment_target is None and (translated > required or is_shared):
+            needed_target = (
+                max(translated, required, STATE_OPSET) if is_shared or has_states else translated
+            )
+            options = replace(options, deployment_target=needed_target)
         if keep_fp32 is not None:
             nodes = tuple(sorted(call.name for call in calls if keep_fp32(call)))
             options = replace(options, keep_fp32=replace(options.keep_fp32, nodes=nodes))

@@ -1,4 +1,4 @@
-"""``LoweringSession``: the programs that ExecuTorch shows one partitioner, and their reports."""
+"""``LoweringSession``: the programs that ExecuTorch passes to a partitioner, and their reports."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from coreml_delegate.conversion.delegation_tags import remove_tags
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.module_scope import Scope, scopes_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
-from coreml_delegate.partition.branches import partition_whole
+from coreml_delegate.partition.branches import partition_with_branches
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, NodeReport
 from coreml_delegate.partition.run import PartitionRun, transform
 from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
-from coreml_delegate.partition.verdicts.filters import LeftOut
+from coreml_delegate.partition.verdicts.filters import ExcludedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -35,35 +35,35 @@ EDGE = "EDGE"
 """The dialect of a program that ExecuTorch has decomposed."""
 _DECOMPOSED = (
     "DEPRECATION WARNING: to_edge() + to_backend() shows Core ML a program whose composite ops are "
-    "decomposed already; to_edge_transform_and_lower() keeps those whole that it takes as one"
+    "decomposed already; to_edge_transform_and_lower() preserves the ops that Core ML has as one"
 )
 
 
 class ReportHistory:
     """Reports in the order in which programs were partitioned.
 
-    Whether partitions share weights with those of other methods is known only when all are lowered,
-    after the last has been reported on: it is added when a report is asked for.
+    Whether partitions share weights with other methods is known only when all are lowered, after
+    the last report: the property ``all`` adds it.
 
     Args:
-        reports: Complete reports to begin with.
+        reports: Initial, complete reports.
     """
 
     def __init__(self, reports: Iterable[DelegationReport] = ()) -> None:
         self._reports = list(reports)
         self._outcomes: list[Mapping[str, Outcome]] = [{} for _ in self._reports]
 
-    def add(self, report: DelegationReport, awaited: Mapping[str, CachedBlob]) -> None:
-        """Add a report, with those blobs of its partitions by tag that are lowered next."""
+    def add(self, report: DelegationReport, blobs_by_tag: Mapping[str, CachedBlob]) -> None:
+        """Add a report, and the cached blobs of its partitions by tag."""
         self._reports.append(report)
-        self._outcomes.append({tag: blob.expect() for tag, blob in awaited.items()})
+        self._outcomes.append({tag: blob.expect() for tag, blob in blobs_by_tag.items()})
 
     @property
     def all(self) -> tuple[DelegationReport, ...]:
         """Every report."""
         for index, outcomes in enumerate(self._outcomes):
-            known = {tag: o.sharing for tag, o in outcomes.items() if o.sharing is not None}
-            self._reports[index] = self._reports[index].with_sharing(known)
+            sharing = {tag: o.sharing for tag, o in outcomes.items() if o.sharing is not None}
+            self._reports[index] = self._reports[index].with_sharing(sharing)
         return tuple(self._reports)
 
     @property
@@ -81,20 +81,20 @@ class ReportHistory:
 
 
 class LoweringSession:
-    """The programs of one partitioner, and the memory from one to the next.
+    """The programs of one partitioner, with notes from one dialect for the next.
 
-    ExecuTorch shows every program (one per method) first in ATen dialect, then in edge dialect,
-    without saying which belong together. The edge dialect lacks what was noted in ATen dialect.
+    ExecuTorch passes every program (one per method) first in ATen dialect, then in edge dialect,
+    without an association. The session notes facts in ATen dialect that edge dialect lacks.
 
     Args:
         options: The partitioner's.
         reports: Of earlier sessions.
-        is_plan: Whether no lowering follows, so that no report awaits one.
+        is_plan: Whether no lowering follows.
 
     Attributes:
-        reports: The reports of this session, after those given.
-        blobs: Blobs that wait for ``CoreMLBackend.preprocess``.
-        preserved: The ops that ExecuTorch was asked to keep whole.
+        reports: The initial reports, then the reports of this session.
+        blobs: Blobs cached for ``CoreMLBackend.preprocess``.
+        preserved: The ops that ExecuTorch was asked not to decompose.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class LoweringSession:
         self._options = options
         self._is_plan = is_plan
         self._wide = WideIntegers()
-        self._left_out = LeftOut()
+        self._excluded = ExcludedCalls()
         self._modules: set[Scope] = set()
         self._has_seen_aten = False
         self._preserved: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
@@ -125,7 +125,7 @@ class LoweringSession:
             self._has_seen_aten = True
             self._wide.note(program)
             self._note_modules(program)
-            run = PartitionRun(program, self._options, self._wide, self._left_out)
+            run = PartitionRun(program, self._options, self._wide, self._excluded)
             preserved = run.ops_to_preserve()
             self._preserved = weakref.ref(program), preserved
             self.preserved |= preserved
@@ -136,14 +136,14 @@ class LoweringSession:
 
         Raises:
             UnsupportedOperatorError: A call stays on the CPU, and the options forbid it.
-            OptionError: A module pattern that names no module of the programs shown.
+            OptionError: A module pattern matches no module of the programs.
             ContractError: See ``PartitionRun.partition``.
         """
         if not self._has_seen_aten:
             logger.warning(_DECOMPOSED)
         self._note_modules(program)
         self._options.filters.check_patterns(self._modules)
-        result = partition_whole(program, self._options, self._wide, self._left_out)
+        result = partition_with_branches(program, self._options, self._wide, self._excluded)
         self.keep(result.blobs.values())
         report = result.report
         self.reports.add(report, {} if self._is_plan else result.blobs)
@@ -164,7 +164,7 @@ class LoweringSession:
         require_out_variants(program)
 
     def keep(self, blobs: Iterable[CachedBlob]) -> None:
-        """Hold blobs until they are handed over, and no longer: they hold weights."""
+        """Reference blobs until they are taken, and no longer: they have weights."""
         self.blobs = [blob for blob in self.blobs if blob.files is not None] + list(blobs)
 
     def _note_modules(self, program: ExportedProgram) -> None:
@@ -173,41 +173,41 @@ class LoweringSession:
 
 
 def _warn_of_missing_kernels(report: DelegationReport) -> None:
-    """Log, once for each operator, the calls that neither Core ML nor ExecuTorch's runtime runs."""
-    first: dict[str, NodeReport] = {}
+    """Log, once per operator, the calls that neither Core ML nor ExecuTorch's runtime runs."""
+    first_calls: dict[str, NodeReport] = {}
     for node in report.without_kernel:
-        first.setdefault(node.op, node)
-    for op, node in first.items():
-        place = f" at {node.place}" if node.place else ""
+        first_calls.setdefault(node.op, node)
+    for op, node in first_calls.items():
+        location = f" at {node.place}" if node.place else ""
         obstacle = node.cpu_obstacle
         remedy = "" if obstacle is None else obstacle.remedy
-        logger.warning("%s%s stays on the CPU, and %s. %s", op, place, obstacle, remedy)
+        logger.warning("%s%s stays on the CPU, and %s. %s", op, location, obstacle, remedy)
 
 
 def plan(program: ExportedProgram, session: LoweringSession) -> DelegationReport:
-    """Let ExecuTorch show a program to a session, and return the report without lowering.
+    """Let ExecuTorch pass a program to a session, and return the report without lowering.
 
     Args:
-        program: In ATen dialect; it is left as it is.
-        session: It has the blobs afterwards that were made to find out.
+        program: In ATen dialect; it is not changed.
+        session: It gets the report and the cached blobs.
     """
     with torch.no_grad():  # which some operators demand
         to_edge_transform_and_lower(
             program,
             partitioner=[_PlanningPartitioner(session)],
-            # Ops that were kept for the delegate are left over here, which is no error.
+            # Preserved ops are undelegated here, which is no error.
             compile_config=EdgeCompileConfig(_check_ir_validity=False),
         )
     return session.reports.latest
 
 
 def edge_compile_config(report: DelegationReport, preserved: Set[OpOverload]) -> EdgeCompileConfig:
-    """Return a configuration that excepts from ExecuTorch's check what Core ML takes.
+    """Return a configuration that excepts operators that Core ML takes from ExecuTorch's check.
 
     Args:
         report: Of the program.
-        preserved: Operators that ExecuTorch was asked to keep. It excepts those by itself that it
-            would decompose.
+        preserved: Operators that ExecuTorch was asked not to decompose. It excepts these itself if
+            it has a decomposition.
     """
     excepted = preserved & default_decompositions().keys()
     verifier = EXIRATenDialectVerifier()
@@ -218,11 +218,11 @@ def edge_compile_config(report: DelegationReport, preserved: Set[OpOverload]) ->
         for name in sorted(delegated)
         if (op := _operator(name)) is not None and op not in excepted and _is_refused(verifier, op)
     }
-    if left := [str(op) for op, is_delegated in refused.items() if not is_delegated]:
+    if unexcepted := [str(op) for op, is_delegated in refused.items() if not is_delegated]:
         logger.warning(
             "ExecuTorch refuses %s, outside the core ATen opset, of which a call stays on the CPU; "
             "EdgeCompileConfig(_check_ir_validity=False) lets every operator through",
-            ", ".join(left),
+            ", ".join(unexcepted),
         )
     return EdgeCompileConfig(
         _core_aten_ops_exception_list=[op for op, is_delegated in refused.items() if is_delegated]
@@ -230,10 +230,12 @@ def edge_compile_config(report: DelegationReport, preserved: Set[OpOverload]) ->
 
 
 def _operator(name: str) -> OpOverload | None:
-    """Return the ATen operator that a report calls ``aten.NAME.OVERLOAD``."""
-    namespace, _, rest = name.partition(".")
-    packet = getattr(torch.ops.aten, rest.partition(".")[0], None) if namespace == "aten" else None
-    return getattr(packet, rest.partition(".")[2], None)
+    """Return the ATen operator with the name ``aten.NAME.OVERLOAD``, or None."""
+    namespace, _, qualified = name.partition(".")
+    packet = (
+        getattr(torch.ops.aten, qualified.partition(".")[0], None) if namespace == "aten" else None
+    )
+    return getattr(packet, qualified.partition(".")[2], None)
 
 
 def _is_refused(verifier: Any, op: OpOverload) -> bool:
@@ -245,7 +247,7 @@ def _is_refused(verifier: Any, op: OpOverload) -> bool:
 
 
 class _PlanningPartitioner(Partitioner):
-    """Shows a session every program that ExecuTorch shows, and delegates nothing."""
+    """Passes every program to a session, and delegates nothing."""
 
     def __init__(self, session: LoweringSession) -> None:
         super().__init__()
@@ -262,5 +264,5 @@ class _PlanningPartitioner(Partitioner):
     def ops_to_not_decompose(
         self, ep: ExportedProgram
     ) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
-        # Asked once more in edge dialect, to see that nothing was left over; here everything is.
+        # ExecuTorch calls it again in edge dialect, to check that no preserved op is undelegated.
         return [] if ep.dialect == EDGE else self._session.ops_to_preserve(ep), None

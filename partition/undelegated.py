@@ -1,12 +1,11 @@
-"""Composite calls in programs whose other calls of the op are kept whole: decomposed one by one.
+"""Decomposes single calls of composite ops whose other calls are preserved.
 
-ExecuTorch decomposes all calls of an op or none. Before lowering, calls that Core ML refuses are
-decomposed, so that it takes what it can of their parts, where the user leaves out other calls of
-the op. After lowering, the calls are decomposed that no backend took and ExecuTorch has no kernel
-for: whether a call goes into a partition is certain only when all partitions are made, because one
-may fail to convert or be dropped.
+ExecuTorch decomposes all calls of an op or none. If the user excludes some calls of an op, the
+calls that Core ML refuses are decomposed before lowering, so that it takes their parts. After
+lowering, the calls are decomposed that no backend took and ExecuTorch has no kernel for: partitions
+are final only then, because one may fail to convert or be dropped.
 
-Calls of custom ops that no backend took are checked, for which ExecuTorch needs more than torch.
+Undelegated calls of custom ops are checked for the out variants that ExecuTorch needs.
 """
 
 from __future__ import annotations
@@ -39,24 +38,24 @@ _UNDELEGATED = Reason(ReasonCode.USE, "no backend took it")
 
 
 def decompose_undelegated(program: ExportedProgram, preserved: Collection[OpOverload]) -> None:
-    """Replace calls of preserved ops by their decompositions.
+    """Replace undelegated calls of preserved ops by their decompositions.
 
-    Outside of branches, calls for which ExecuTorch has a kernel stay. In branches another
-    partitioner may not have looked, and ExecuTorch ends at an op that one kept there in vain.
+    Outside of branches, calls for which ExecuTorch has a kernel stay. Other partitioners may ignore
+    branches, and ExecuTorch fails at a preserved op there.
 
     Args:
         program: In edge dialect, lowered; it is changed, the branches of control flow included.
-        preserved: The ops that were kept from decomposition.
+        preserved: The ops protected from decomposition.
 
     Raises:
         UnsupportedOperatorError: See ``require_fixed_steps`` and ``restore_control_flow``.
     """
-    # ExecuTorch takes core ops as they are.
-    everywhere = {op for op in preserved if torch.Tag.core not in op.tags}
-    at_root = {op for op in everywhere if not has_kernel(op)}
+    # ExecuTorch does not decompose core ops.
+    in_branches = {op for op in preserved if torch.Tag.core not in op.tags}
+    at_root = {op for op in in_branches if not has_kernel(op)}
     for module in program.graph_module.modules():
         if isinstance(module, GraphModule):
-            ops = at_root if module is program.graph_module else everywhere
+            ops = at_root if module is program.graph_module else in_branches
             calls = [node for node in module.graph.nodes if _is_undelegated(node, ops)]
             if calls:
                 for call in calls:
@@ -73,8 +72,15 @@ def decompose_calls(calls: Sequence[Node], program: ExportedProgram) -> None:
         program: In ATen dialect; it is changed.
     """
     table = default_decompositions()
-    used: dict[Any, Callable[..., Any]] = {call.target: table[call.target] for call in calls}
-    _decompose(calls, program.graph_module, program, lambda whole: whole.run_decompositions(used))
+    decompositions: dict[Any, Callable[..., Any]] = {
+        call.target: table[call.target] for call in calls
+    }
+    _decompose(
+        calls,
+        program.graph_module,
+        program,
+        lambda subprogram: subprogram.run_decompositions(decompositions),
+    )
 
 
 def require_out_variants(program: ExportedProgram) -> None:
@@ -84,7 +90,7 @@ def require_out_variants(program: ExportedProgram) -> None:
         program: In edge dialect, lowered.
 
     Raises:
-        LoweringError: A custom op has no out variant; says how to register one.
+        LoweringError: A custom op has no out variant; the remedy says how to register it.
     """
     graphs = (m.graph for m in program.graph_module.modules() if isinstance(m, GraphModule))
     calls = [n for graph in graphs for n in graph.nodes if is_custom(overload_of(called_target(n)))]
@@ -104,8 +110,8 @@ def _is_undelegated(node: Node, ops: Collection[OpOverload]) -> bool:
     return overload in ops or overload in PROTECTED or is_placeholder_op(node.target)
 
 
-def _to_edge(whole: ExportedProgram) -> ExportedProgram:
-    plain = decompose_undelegated_dequantize(whole, None, veto=lambda _: _UNDELEGATED)
+def _to_edge(subprogram: ExportedProgram) -> ExportedProgram:
+    plain = decompose_undelegated_dequantize(subprogram, None, veto=lambda _: _UNDELEGATED)
     restore_control_flow(plain, _UNDELEGATED)
     config = EdgeCompileConfig(_check_ir_validity=False)
     return to_edge(plain, compile_config=config).exported_program()
@@ -117,29 +123,29 @@ def _decompose(
     program: ExportedProgram,
     lower: Callable[[ExportedProgram], ExportedProgram],
 ) -> None:
-    whole, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
-    arguments = _arguments(whole, originals)
-    results = [originals[str(name)] for name in whole.graph_signature.user_outputs]
-    parts = lower(whole)
-    computed: Any = parts.graph.output_node().args[0]
-    places = _places(parts, dict(zip(computed, map(call_of, results), strict=True)))
-    copies = dict(_inputs(parts, arguments, places, module))
-    for node in parts.graph.nodes:
-        if node in places and (node.op == "call_function" or _is_branch(node, parts)):
+    subprogram, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
+    arguments = _arguments(subprogram, originals)
+    results = [originals[str(name)] for name in subprogram.graph_signature.user_outputs]
+    lowered = lower(subprogram)
+    outputs: Any = lowered.graph.output_node().args[0]
+    first_users = _first_users(lowered, dict(zip(outputs, map(call_of, results), strict=True)))
+    copies = dict(_inputs(lowered, arguments, first_users, module))
+    for node in lowered.graph.nodes:
+        if node in first_users and (node.op == "call_function" or _is_branch(node, lowered)):
             if node.op == "get_attr":
-                _move_branch(node, parts, module)
-            with module.graph.inserting_before(places[node]):
+                _move_branch(node, lowered, module)
+            with module.graph.inserting_before(first_users[node]):
                 copies[node] = module.graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = _meta(node, places[node])
+            copies[node].meta = _meta(node, first_users[node])
     is_main = module is program.graph_module
     hook: Any = module
-    # The signature names the outputs.
+    # Replacing an output has to update the signature.
     with (
         hook._set_replace_hook(program.graph_signature.get_replace_hook())
         if is_main
         else nullcontext()
     ):
-        for result, node in zip(results, computed, strict=True):
+        for result, node in zip(results, outputs, strict=True):
             result.replace_all_uses_with(copies[node])
     for call in reversed(calls):
         for unused in (*call.users, call):
@@ -152,54 +158,54 @@ def _is_branch(node: Node, program: ExportedProgram) -> bool:
     return node.op == "get_attr" and isinstance(attribute, GraphModule)
 
 
-def _move_branch(node: Node, parts: ExportedProgram, module: GraphModule) -> None:
-    """Give a module the branch that a node names, under a name that it has not yet."""
-    branch = getattr(parts.graph_module, str(node.target))
+def _move_branch(node: Node, lowered: ExportedProgram, module: GraphModule) -> None:
+    """Move the branch that a node refers to into a module, under a new name."""
+    branch = getattr(lowered.graph_module, str(node.target))
     node.target = next(n for i in range(10**9) if not hasattr(module, n := f"{_BRANCH}_{i}"))
     module.add_module(str(node.target), branch)
 
 
-def _arguments(whole: ExportedProgram, originals: Mapping[str, Node]) -> list[Node]:
-    """Return the nodes in place of which a program made of calls has inputs, in their order."""
-    found = {
+def _arguments(subprogram: ExportedProgram, originals: Mapping[str, Node]) -> list[Node]:
+    """Return the arguments of the original calls for the inputs of the subprogram, in order."""
+    originals_of_copies = {
         copied: argument
-        for call in whole.graph.nodes
+        for call in subprogram.graph.nodes
         if call.name in originals
         for copied, argument in zip(
             call.all_input_nodes, originals[call.name].all_input_nodes, strict=True
         )
     }
-    return [found[node] for node in whole.graph.find_nodes(op="placeholder")]
+    return [originals_of_copies[node] for node in subprogram.graph.find_nodes(op="placeholder")]
 
 
-def _places(parts: ExportedProgram, ends: Mapping[Node, Node]) -> dict[Node, Node]:
-    """Return for every node that a result depends on the first call that is to follow it."""
-    places = dict(ends)
-    for node in reversed(parts.graph.nodes):
-        if node in places:
-            places.update(dict.fromkeys(node.all_input_nodes, places[node]))
-    return places
+def _first_users(lowered: ExportedProgram, calls: Mapping[Node, Node]) -> dict[Node, Node]:
+    """Map every node that a result depends on to the first call that needs it."""
+    first_users = dict(calls)
+    for node in reversed(lowered.graph.nodes):
+        if node in first_users:
+            first_users.update(dict.fromkeys(node.all_input_nodes, first_users[node]))
+    return first_users
 
 
 def _inputs(
-    parts: ExportedProgram,
+    lowered: ExportedProgram,
     arguments: Sequence[Node],
-    places: Mapping[Node, Node],
+    first_users: Mapping[Node, Node],
     module: GraphModule,
 ) -> Iterator[tuple[Node, Node]]:
-    """Yield the placeholders, each with the node it stands for; literals become attributes."""
-    passed = iter(arguments)
-    values: dict[str, Any] = {**parts.state_dict, **parts.constants}
-    placeholders = parts.graph.find_nodes(op="placeholder")
-    for node, spec in zip(placeholders, parts.graph_signature.input_specs, strict=True):
+    """Yield the placeholders with their replacements; literals become attributes."""
+    originals = iter(arguments)
+    values: dict[str, Any] = {**lowered.state_dict, **lowered.constants}
+    placeholders = lowered.graph.find_nodes(op="placeholder")
+    for node, spec in zip(placeholders, lowered.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
-            yield node, next(passed)
-        elif node in places:
+            yield node, next(originals)
+        elif node in first_users:
             name = next(n for i in range(10**9) if not hasattr(module, n := f"{_PREFIX}_{i}"))
             module.register_buffer(name, values[str(spec.target)])
-            with module.graph.inserting_before(places[node]):
+            with module.graph.inserting_before(first_users[node]):
                 attribute = module.graph.get_attr(name)
-            attribute.meta = _meta(node, places[node])
+            attribute.meta = _meta(node, first_users[node])
             yield node, attribute
 
 

@@ -1,1 +1,1 @@
-"""From verdicts on calls to tagged partitions of a program."""
+"""Groups the accepted calls of a program into tagged partitions."""

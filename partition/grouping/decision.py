@@ -1,4 +1,4 @@
-"""The decision on a program: group calls, select, tag, confirm; again if a call is refused."""
+"""The decision on a program: group calls, select, tag, confirm; repeat if a call is refused."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from coreml_delegate.partition.grouping.symbolic_sizes import stranded_sizes
 
 @dataclass(frozen=True, slots=True)
 class DataOwnership:
-    """The data that Core ML has inside; all other data is passed to it.
+    """The data inside Core ML models; all other data is passed to them.
 
     Attributes:
-        constants: Whether it has parameters, buffers that nothing mutates, and lifted constants.
-        mutable_buffers: Whether it has mutable buffers; see ``grouping.mutable_buffers``.
+        constants: Whether parameters, unmutated buffers, and lifted constants are inside.
+        mutable_buffers: Whether mutable buffers are inside; see ``grouping.mutable_buffers``.
     """
 
     constants: bool = True
@@ -33,10 +33,10 @@ class DataOwnership:
 
 
 class Confirm(Protocol):
-    """A last look at the partitions of a tagged program, such as their conversion."""
+    """A final check of partitions of a tagged program, such as a conversion."""
 
     def __call__(self, program: ExportedProgram, tags: Sequence[str], /) -> Mapping[Node, Reason]:
-        """Return the calls in these partitions that cannot be delegated after all."""
+        """Return the calls in these partitions that cannot be delegated, with the reasons."""
         ...
 
 
@@ -45,8 +45,8 @@ class Decision:
     """The partitions of one program.
 
     Attributes:
-        partitions: The calls of each partition by its tag, in the order in which they run.
-        refused: Why each of the other calls stays on the CPU.
+        partitions: The calls of each partition by its tag, in execution order.
+        refused: The other calls, with the reasons.
     """
 
     partitions: Mapping[str, Group]
@@ -67,22 +67,22 @@ def decide(
 
     Args:
         program: In edge dialect; it is tagged.
-        refused: The calls known not to be delegated, each with the reason.
+        refused: The calls refused so far, each with the reason.
         constants: Placeholders that are inside every partition that uses them.
         selection: The user's limits on partitions.
-        ownership: The data that partitions have inside.
+        ownership: The data inside partitions.
         confirm: Called with the tags of the partitions until it refuses no more calls.
         prefix: Of the tags.
     """
-    _own_tables(program)
-    known = dict(refused)
+    _copy_tables(program)
+    refusals = dict(refused)
     while True:
-        possible = group_calls(program.graph, known.keys(), constants=constants)
-        apart = stranded_sizes(program.graph, possible) | shared_across_partitions(
+        possible = group_calls(program.graph, refusals.keys(), constants=constants)
+        stranded = stranded_sizes(program.graph, possible) | shared_across_partitions(
             program.graph, possible
         )
-        if apart:
-            known.update(apart)
+        if stranded:
+            refusals.update(stranded)
             continue
         groups, dropped = selection.apply(possible)
         tags = _tag_groups(program, groups, prefix)
@@ -90,28 +90,28 @@ def decide(
             tag_constants(program)
         if ownership.mutable_buffers:
             tag_states(program)
-        more = confirm(program, tags)
-        if not more:
-            return Decision(dict(zip(tags, groups, strict=True)), known | dropped)
-        known.update(more)
+        failed = confirm(program, tags)
+        if not failed:
+            return Decision(dict(zip(tags, groups, strict=True)), refusals | dropped)
+        refusals.update(failed)
 
 
-def _own_tables(program: ExportedProgram) -> None:
-    """Give ``program`` tables of constants and parameters of its own.
+def _copy_tables(program: ExportedProgram) -> None:
+    """Copy the tables of constants and parameters of ``program``.
 
-    ExecuTorch takes the data of delegates out of them, and shares one of them with the program that
-    it was given, which is to stay as it is.
+    ExecuTorch removes the data of delegates from them, and shares a table with the original
+    program, which must not change.
     """
-    tables: Any = program
-    tables._constants = copy.copy(program.constants)
-    tables._state_dict = copy.copy(program.state_dict)
+    writable: Any = program
+    writable._constants = copy.copy(program.constants)
+    writable._state_dict = copy.copy(program.state_dict)
 
 
 def _tag_groups(program: ExportedProgram, groups: Sequence[Group], prefix: str) -> list[str]:
     """Tag the calls of each group, numbered in the order of the groups.
 
-    Attributes that only calls of one group use (submodules, literals) go with them. Tags of an
-    earlier grouping are removed.
+    Attributes (submodules, literals) that only one group uses get its tag. Tags of an earlier
+    grouping are removed.
 
     Returns:
         The tags.

@@ -1,4 +1,4 @@
-"""The deployment target of a partition, and what demands it."""
+"""The deployment target of a partition, and its causes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coreml_delegate.ops.call import OpCall, target_name
 from coreml_delegate.preprocess.enumerated_shapes import SEVERAL_INPUTS_OPSET
 from coreml_delegate.targets import STATE_OPSET, Opset
 
-GIVEN = "minimum_deployment_target"
+REQUESTED = "minimum_deployment_target"
 STATES = "mutable buffers as states"
 NO_INPUTS = "a model without inputs"
 SEVERAL_SHAPES = "enumerated shapes of several inputs"
@@ -23,13 +23,13 @@ Since = Callable[[Node], Opset]
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The oldest systems a partition runs on.
+    """The oldest systems that a partition runs on.
 
     Attributes:
         target: Opset of the deployment target.
-        demanded_by: The causes: ``minimum_deployment_target`` if it was given; otherwise the op
-            targets that need it, each once, in graph order, then the properties of the partition
-            that need it. Empty for iOS15, the oldest there is.
+        demanded_by: The causes: ``minimum_deployment_target`` if requested; otherwise the distinct
+            op targets that need it, in graph order, then the properties of the partition that need
+            it. Empty for iOS15, the oldest target.
     """
 
     target: Opset
@@ -39,7 +39,7 @@ class Deployment:
 def deployment_of(
     calls: Iterable[Node],
     *,
-    given: Opset | None,
+    requested: Opset | None,
     since: Since,
     has_states: bool,
     has_inputs: bool,
@@ -51,19 +51,19 @@ def deployment_of(
 
     Args:
         calls: The calls of the partition, in graph order.
-        given: The target asked for, or None for the oldest possible.
+        requested: The requested target, or None for the oldest possible.
         since: Returns the oldest opset at which a call was translated.
         has_states: Whether mutable buffers are inside.
         has_inputs: Whether it has inputs.
         has_several_shapes: Whether several inputs have enumerated shapes.
-        is_shared: Whether it is to be one model with partitions of other methods.
+        is_shared: Whether it shares a model with partitions of other methods.
         compression: The opset that the compression of its weights needs, and the cause to name.
     """
-    if given is not None:
-        return Deployment(given, (GIVEN,))
-    demands = [(_named(n), max(since(n), required_opset([n]))) for n in calls]
+    if requested is not None:
+        return Deployment(requested, (REQUESTED,))
+    demands = [(_describe_op(n), max(since(n), required_opset([n]))) for n in calls]
     boundary = ((STATES, has_states), (NO_INPUTS, not has_inputs), (SHARED, is_shared))
-    demands += [(what, STATE_OPSET) for what, applies in boundary if applies]
+    demands += [(cause, STATE_OPSET) for cause, is_present in boundary if is_present]
     if has_several_shapes:
         demands.append((SEVERAL_SHAPES, SEVERAL_INPUTS_OPSET))
     if compression is not None:
@@ -71,12 +71,12 @@ def deployment_of(
     target = max((opset for _, opset in demands), default=Opset.iOS15)
     if target is Opset.iOS15:
         return Deployment(target, ())
-    by = dict.fromkeys(what for what, opset in demands if opset is target)
-    return Deployment(target, tuple(by))
+    causes = dict.fromkeys(cause for cause, opset in demands if opset is target)
+    return Deployment(target, tuple(causes))
 
 
-def _named(call: Node) -> str:
-    """Return the op of a call, with the property of this call that raises its opset, if any."""
+def _describe_op(call: Node) -> str:
+    """Return the op of a call, with the feature that raises its opset, if any."""
     name = target_name(call.target)
     record = record_of(name)
     demanded = None if record is None else record.demand(OpCall.of(call))

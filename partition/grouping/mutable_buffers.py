@@ -1,8 +1,8 @@
-"""Mutable buffers: the ones that become Core ML states, and why the others do not.
+"""Mutable buffers: which become Core ML states, and why others do not.
 
 A state is private to one partition: nothing else reads or writes it, and its new value is no
-output. It is fp16, so it takes the place of a buffer whose values fp16 holds as Core ML computes
-with them. Every other mutable buffer stays in ExecuTorch's memory, and is passed in and out.
+output. It is fp16, so it can replace a buffer whose values fp16 represents. Every other mutable
+buffer stays in ExecuTorch's memory, and is passed in and out.
 
 Source: ``emit/_emitter.py`` of ExecuTorch 1.5, for initial values.
 """
@@ -24,10 +24,10 @@ from coreml_delegate.errors import ContractError
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.targets import STATE_OPSET, Opset
 
-# What ExecuTorch's emitter looks for, and its InitializedMutableBufferPass sets.
-_KEEP_INITIAL_VALUE = "et_init_buffer"
+# Metadata that ExecuTorch's emitter reads, and its InitializedMutableBufferPass sets.
+_INITIAL_VALUE_KEY = "et_init_buffer"
 
-NOT_ASKED_FOR = "take_over_mutable_buffer=False was asked for"
+NOT_REQUESTED = "take_over_mutable_buffer=False was asked for"
 _NEVER_READ = "nothing reads it before it is written"
 _NOT_COMPUTED = "its new value is not computed in a partition"
 
@@ -38,8 +38,8 @@ class MutableBuffer:
 
     Attributes:
         name: Its name in the module.
-        node: Its placeholder: its value when a run begins.
-        new_value: Its value when the run ends.
+        node: Its placeholder: the value at the start of a run.
+        new_value: The value at the end of the run.
     """
 
     name: str
@@ -58,48 +58,47 @@ def mutable_buffers(program: ExportedProgram) -> Iterator[MutableBuffer]:
 
 
 def tag_states(program: ExportedProgram) -> None:
-    """Put every buffer that can be a state into the one partition that uses it."""
-    returned = _times_returned(program)
+    """Assign every buffer that can be a state to the partition that uses it."""
+    returned = _count_returns(program)
     for buffer in mutable_buffers(program):
         if _obstacle(buffer, returned) is None:
             set_tag(buffer.node, str(tag_of(buffer.new_value)))
 
 
 def states_by_tag(program: ExportedProgram) -> dict[str, dict[Node, Node]]:
-    """Return by tag the mutable buffers that are states of a partition, each with its new value."""
-    found: dict[str, dict[Node, Node]] = {}
+    """Return the states of each partition, with their new values, by tag."""
+    states: dict[str, dict[Node, Node]] = {}
     for buffer in mutable_buffers(program):
         tag = tag_of(buffer.node)
         if tag is not None:
-            found.setdefault(tag, {})[buffer.node] = buffer.new_value
-    return found
+            states.setdefault(tag, {})[buffer.node] = buffer.new_value
+    return states
 
 
 def keep_initial_values(program: ExportedProgram, values: Mapping[str, torch.Tensor]) -> None:
-    """Let ExecuTorch start the buffers outside of partitions at their initial values.
+    """Let ExecuTorch initialize the buffers outside of partitions with their values.
 
-    By itself it starts every mutable buffer at zero.
+    By default it initializes every mutable buffer with zero.
 
     Args:
         program: Tagged, data included.
-        values: Real values of buffers by name; a buffer whose value is missing is
-            marked, too.
+        values: Real values of buffers by name; a buffer without a value is marked too.
     """
     for buffer in mutable_buffers(program):
         value = values.get(buffer.name)
         if tag_of(buffer.node) is None and (value is None or bool(value.any())):
-            buffer.node.meta[_KEEP_INITIAL_VALUE] = True
+            buffer.node.meta[_INITIAL_VALUE_KEY] = True
 
 
 def check_state_target(program: ExportedProgram, target: Opset | None) -> None:
-    """Check that the deployment target of a tagged program has states, if it needs any.
+    """Check that the deployment target of a tagged program supports states, if it has any.
 
     Raises:
-        ContractError: It needs some, and the target has none.
+        ContractError: The program has states, which the target lacks.
     """
     if target is None or target >= STATE_OPSET:
         return
-    states = {node for held in states_by_tag(program).values() for node in held}
+    states = {node for states_of_tag in states_by_tag(program).values() for node in states_of_tag}
     if states:
         names = sorted(b.name for b in mutable_buffers(program) if b.node in states)
         raise ContractError(
@@ -109,21 +108,21 @@ def check_state_target(program: ExportedProgram, target: Opset | None) -> None:
         )
 
 
-def obstacles_to_states(program: ExportedProgram, *, wanted: bool) -> dict[str, str]:
-    """Return by name why mutable buffers of a tagged program are no states.
+def obstacles_to_states(program: ExportedProgram, *, take_over: bool) -> dict[str, str]:
+    """Return why mutable buffers of a tagged program are no states, by name.
 
     Args:
         program: Tagged, data included.
-        wanted: Whether mutable buffers are to be taken over.
+        take_over: Whether mutable buffers may become states.
     """
-    if not wanted:
-        return {buffer.name: NOT_ASKED_FOR for buffer in mutable_buffers(program)}
-    returned = _times_returned(program)
+    if not take_over:
+        return {buffer.name: NOT_REQUESTED for buffer in mutable_buffers(program)}
+    returned = _count_returns(program)
     reasons = ((b.name, _obstacle(b, returned)) for b in mutable_buffers(program))
     return {name: reason for name, reason in reasons if reason is not None}
 
 
-def _times_returned(program: ExportedProgram) -> Counter[str]:
+def _count_returns(program: ExportedProgram) -> Counter[str]:
     results: Any = program.graph.output_node().args[0]
     return Counter(node.name for node in results if isinstance(node, Node))
 
@@ -139,25 +138,25 @@ def _obstacle(buffer: MutableBuffer, returned: Counter[str]) -> str | None:
     if new_value.op == "placeholder":
         return _NOT_COMPUTED
     writers = [user for user in new_value.users if user.op != "output"]
-    involved = dict.fromkeys([*readers, new_value, *writers])
+    readers_and_writers = dict.fromkeys([*readers, new_value, *writers])
     return (
-        _shared_use(list(involved))
+        _obstacle_to_privacy(list(readers_and_writers))
         or ("its new value is also returned" if returned[new_value.name] > 1 else None)
         or _unfit_dtype(node)
     )
 
 
-def _shared_use(involved: list[Node]) -> str | None:
+def _obstacle_to_privacy(readers_and_writers: list[Node]) -> str | None:
     """Return why a buffer is not private to one partition."""
-    outside = next((node for node in involved if tag_of(node) is None), None)
+    outside = next((node for node in readers_and_writers if tag_of(node) is None), None)
     if outside is not None:
         return f"{target_name(outside.target)} ({outside.name}), on the CPU, reads or writes it"
-    tags = sorted({str(tag_of(node)) for node in involved})
+    tags = sorted({str(tag_of(node)) for node in readers_and_writers})
     return f"several partitions use it ({', '.join(tags)})" if len(tags) > 1 else None
 
 
 def _unfit_dtype(node: Node) -> str | None:
-    """Return why fp16 does not hold the values that the buffer may have."""
+    """Return why fp16 does not represent the values of a buffer, or None."""
     dtype = node.meta["val"].dtype
     if dtype in STATE_DTYPES:
         return None

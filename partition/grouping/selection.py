@@ -1,4 +1,4 @@
-"""Selection of groups: those that are large enough, and among the most valuable."""
+"""Selection of groups by size and estimated FLOPs."""
 
 from __future__ import annotations
 
@@ -18,36 +18,40 @@ class Selection:
     """The user's limits on partitions.
 
     Attributes:
-        min_nodes: Fewest operations of a partition, parts of calls not counted.
-        max_partitions: Most partitions, or None. Those of most estimated FLOPs are kept, of equal
-            ones the larger, then the earlier.
+        min_nodes: Minimum number of operations of a partition, without parts of calls.
+        max_partitions: Maximum number of partitions, or None. Most estimated FLOPs win, then more
+            operations, then the earlier partition.
     """
 
     min_nodes: int = 1
     max_partitions: int | None = None
 
     def apply(self, groups: Sequence[Group]) -> tuple[list[Group], dict[Node, Reason]]:
-        """Choose among groups.
+        """Select groups.
 
-        A group that dequantizes compressed weights passes whatever the limits, and counts: nothing
-        runs it on the CPU.
+        A group that dequantizes compressed weights is exempt from the limits, but counts: the CPU
+        cannot run it.
 
         Returns:
-            The groups that pass, in their order, and why the calls of the others stay on the CPU.
+            The selected groups, in order, and the calls of the other groups with the reasons.
         """
-        bound = {n for n, group in enumerate(groups) if any(map(_decompresses, group))}
+        exempt = {n for n, group in enumerate(groups) if any(map(_decompresses, group))}
         large = {n for n, group in enumerate(groups) if operations(group) >= self.min_nodes}
-        kept = sorted(bound.union(self._most_valuable(groups, large - bound, beside=len(bound))))
+        selected = sorted(
+            exempt.union(self._most_valuable(groups, large - exempt, used=len(exempt)))
+        )
         dropped: dict[Node, Reason] = {}
-        for n in sorted(set(range(len(groups))).difference(kept)):
+        for n in sorted(set(range(len(groups))).difference(selected)):
             reason = self._reason(groups[n], small=n not in large)
             dropped.update(dict.fromkeys(groups[n], reason))
-        return [groups[n] for n in kept], dropped
+        return [groups[n] for n in selected], dropped
 
-    def _most_valuable(self, groups: Sequence[Group], among: set[int], *, beside: int) -> list[int]:
-        ranked = sorted(sorted(among), key=lambda n: _value(groups[n]), reverse=True)
+    def _most_valuable(
+        self, groups: Sequence[Group], candidates: set[int], *, used: int
+    ) -> list[int]:
+        ranked = sorted(sorted(candidates), key=lambda n: _value(groups[n]), reverse=True)
         limit = self.max_partitions
-        return ranked if limit is None else ranked[: max(limit - beside, 0)]
+        return ranked if limit is None else ranked[: max(limit - used, 0)]
 
     def _reason(self, group: Group, *, small: bool) -> Reason:
         if small:
@@ -70,7 +74,7 @@ def _decompresses(call: Node) -> bool:
 
 
 def operations(group: Group) -> int:
-    """Return how many calls of a group are no parts of others."""
+    """Return the number of calls of a group, without parts."""
     return sum(not is_part(node) for node in group)
 
 

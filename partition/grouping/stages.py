@@ -1,15 +1,15 @@
 """Grouping by stages: the fewest groups of accepted calls that keep the graph acyclic.
 
-Two accepted calls cannot share a partition if a path between them leads through a refused one: the
+Two accepted calls cannot share a partition if a path between them leads through a refused call: the
 partition would have to run both before and after it. So every call gets a stage, the largest number
-of times that a path to it passes from accepted to refused calls. Calls of one stage share a
-partition. No path leaves a stage and returns to it, hence the partitions form no cycle; and a path
-that passes through every stage needs a partition for each, hence no partitioning has fewer. Both
-passes look at every edge once.
+of transitions from accepted to refused calls on a path to it. Calls of one stage share a partition.
+No path leaves a stage and returns to it, hence the partitions form no cycle; and a path through
+every stage needs a partition per stage, hence no partitioning has fewer. Both passes visit every
+edge once.
 
-Stages count from the inputs, which is as early as a call can run. Many calls may as well run later,
-such as those on constants alone; a second pass, from the outputs, moves a call to the stage of its
-first user wherever fewer bytes enter partitions that way.
+Stages count from the inputs, the earliest time for a call. Many calls can run later, such as calls
+with only constant arguments; a second pass, from the outputs, moves a call to the stage of its
+first user if fewer bytes then enter partitions.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Group = tuple[Node, ...]
 def group_calls(
     graph: Graph, refused: Collection[Node], *, constants: Collection[Node] = ()
 ) -> list[Group]:
-    """Group the accepted calls of a graph; return the groups in the order in which they run.
+    """Group the accepted calls of a graph; return the groups in execution order.
 
     Args:
         graph: In topological order, as every fx graph.
-        refused: The calls that cannot be delegated. A ``getitem`` is refused with its source, and
-            only with it.
-        constants: Placeholders that every partition has inside, so that they cross no boundary.
+        refused: The calls that cannot be delegated. A ``getitem`` is refused if and only if its
+            source is.
+        constants: Placeholders inside every partition, which cross no boundary.
     """
     stages = _Stages(frozenset(refused), frozenset(constants), _earliest(graph, refused))
     for node in reversed(graph.nodes):
@@ -51,13 +51,13 @@ def group_calls(
 
 
 def count_groups(graph: Graph, refused: Collection[Node]) -> int:
-    """Return how many groups ``group_calls`` makes."""
+    """Return the number of groups of ``group_calls``."""
     earliest = _earliest(graph, refused)
     return len({stage for node, stage in earliest.items() if _is_accepted(node, refused)})
 
 
 def _earliest(graph: Graph, refused: Collection[Node]) -> dict[Node, int]:
-    """Return the stage of every accepted call; of a refused one the first that may follow it."""
+    """Return the stage of every accepted call, and the first stage after every refused call."""
     stages: dict[Node, int] = {}
     for node in graph.nodes:
         if _is_accepted(node, refused):
@@ -74,13 +74,13 @@ def _is_accepted(node: Node, refused: Collection[Node]) -> bool:
 
 @dataclass(slots=True)
 class _Stages:
-    """The stage of every node, and the values that each stage reads from outside.
+    """The stage of every node, and the outer values that each stage reads.
 
     Attributes:
         refused: Calls that are in no partition.
         constants: Values that are inside every partition.
         of: The stage of every node.
-        readers: How many accepted calls of a stage read a value, by value and stage.
+        readers: Number of accepted calls that read a value, by value and stage of the call.
     """
 
     refused: frozenset[Node]
@@ -94,29 +94,29 @@ class _Stages:
                 self.readers.update((value, self.of[node]) for value in node.all_input_nodes)
 
     def is_accepted(self, node: Node) -> bool:
-        """Return whether a node is a call that goes into a partition."""
+        """Return whether a node is a call in a partition."""
         return _is_accepted(node, self.refused)
 
     def delay(self, call: Node) -> None:
         """Move a call, with its parts, to the stage of its first user if that saves bytes."""
-        unit = list(_with_parts(call))
-        members = set(unit)
-        users = {u for node in unit for u in node.users if u.op != "output"} - members
-        early = self.of[call]
-        # A refused call must find the value there before the first stage that may come after it.
-        late = min((self.of[u] - (u in self.refused) for u in users), default=early)
-        if late <= early:
+        call_and_parts = list(_with_parts(call))
+        members = set(call_and_parts)
+        users = {u for node in call_and_parts for u in node.users if u.op != "output"} - members
+        current = self.of[call]
+        # A refused user needs the value before the first stage after it.
+        late = min((self.of[u] - (u in self.refused) for u in users), default=current)
+        if late <= current:
             return
         if is_size(call):  # a size cannot cross from another partition to its users
-            self._move(unit, early, late)
+            self._move(call_and_parts, current, late)
             return
-        if not any(self.readers[node, late] for node in unit):
+        if not any(self.readers[node, late] for node in call_and_parts):
             return
-        saved = sum(bytes_of(node) for node in unit if self.readers[node, late])
+        saved = sum(bytes_of(node) for node in call_and_parts if self.readers[node, late])
         saved += sum(
             bytes_of(value)
             for value in self._values(call)
-            if not self._is_inside(value, early) and self.readers[value, early] == 1
+            if not self._is_inside(value, current) and self.readers[value, current] == 1
         )
         added = sum(
             bytes_of(value)
@@ -124,10 +124,10 @@ class _Stages:
             if not self._is_inside(value, late) and not self.readers[value, late]
         )
         if added <= saved:
-            self._move(unit, early, late)
+            self._move(call_and_parts, current, late)
 
-    def _move(self, unit: Iterable[Node], early: int, late: int) -> None:
-        for node in unit:
+    def _move(self, nodes: Iterable[Node], early: int, late: int) -> None:
+        for node in nodes:
             self.of[node] = late
             for value in node.all_input_nodes:
                 self.readers[value, early] -= 1

@@ -1,7 +1,7 @@
-"""Symbolic sizes, computed from shapes or taken out of tensors: they cross no partition boundary.
+"""Symbolic sizes, computed from shapes or from tensors, which cannot cross partition boundaries.
 
-A delegate is passed tensors alone. Sizes that depend on each other stay together: all calls that
-compute them and all calls that use them are in one partition, or none is.
+Delegates only take tensors. Sizes that depend on each other stay together: all calls that compute
+or use them are in one partition, or all are undelegated.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from coreml_delegate.partition.grouping.stages import Group
 
 
 def stranded_sizes(graph: Graph, groups: Iterable[Group]) -> dict[Node, Reason]:
-    """Return the calls that need a size across the boundary of a group, each with the reason.
+    """Return the calls that need a size from outside of their group, each with the reason.
 
     Args:
         graph: The whole graph.
         groups: The groups of calls that can be delegated.
     """
-    home = {node: number for number, group in enumerate(groups) for node in group}
-    found: dict[Node, Reason] = {}
+    group_of = {node: number for number, group in enumerate(groups) for node in group}
+    reasons: dict[Node, Reason] = {}
     for sizes in _related_sizes(node for node in graph.nodes if is_size(node)):
         users = [user for size in sizes for user in size.users]
-        places = {home.get(node) for node in (*sizes, *users)}
+        groups_of_calls = {group_of.get(node) for node in (*sizes, *users)}
         reason = (
-            _outside(sizes, users, home)
-            if len(places) > 1
+            _outside(sizes, users, group_of)
+            if len(groups_of_calls) > 1
             else _data_dependent(users) or _unused(sizes, users)
         )
         if reason is not None:
-            found.update((node, reason) for node in (*sizes, *users) if node in home)
-    return found
+            reasons.update((node, reason) for node in (*sizes, *users) if node in group_of)
+    return reasons
 
 
-def _outside(sizes: Sequence[Node], users: Iterable[Node], home: dict[Node, int]) -> Reason:
+def _outside(sizes: Sequence[Node], users: Iterable[Node], group_of: dict[Node, int]) -> Reason:
     return Reason(
         ReasonCode.SYMBOLIC,
         f"size {sizes[0].name} is needed outside of the partition as well, "
-        f"by {_outsider(sizes, users, home)}",
-        remedy="Let one module use it alone, or export with fixed sizes",
+        f"by {_outsider(sizes, users, group_of)}",
+        remedy="Let only one module use it, or export with fixed sizes",
     )
 
 
 def _data_dependent(users: Iterable[Node]) -> Reason | None:
-    """Return why a number out of a tensor that says how large another is cannot be inside."""
+    """Return why a number from a tensor that is the size of another tensor is refused, or None."""
     for user in users:
         for tensor in tensors_of(user.meta.get("val")):
             if free_unbacked_symbols(tensor.shape):
@@ -67,18 +67,18 @@ def _unused(sizes: Sequence[Node], users: Iterable[Node]) -> Reason | None:
 
 
 def _related_sizes(sizes: Iterable[Node]) -> Iterator[list[Node]]:
-    """Yield the sizes in lists, those together that are computed from each other."""
+    """Yield lists of interdependent sizes."""
     group_of: dict[Node, list[Node]] = {}
     for node in sizes:
         merged = [node]
-        for other in {id(g): g for n in node.all_input_nodes if (g := group_of.get(n))}.values():
-            merged = [*other, *merged]
+        for related in {id(g): g for n in node.all_input_nodes if (g := group_of.get(n))}.values():
+            merged = [*related, *merged]
         group_of.update((member, merged) for member in merged)
     yield from {id(group): group for group in group_of.values()}.values()
 
 
-def _outsider(sizes: Collection[Node], users: Iterable[Node], home: dict[Node, int]) -> str:
-    """Return the name of a node outside of the group that needs one of the sizes."""
-    first = next((home[node] for node in (*users, *sizes) if node in home), None)
-    other = next(node for node in (*users, *sizes) if home.get(node) != first)
+def _outsider(sizes: Collection[Node], users: Iterable[Node], group_of: dict[Node, int]) -> str:
+    """Return the name of a node outside of the group that needs a size."""
+    group = next((group_of[node] for node in (*users, *sizes) if node in group_of), None)
+    other = next(node for node in (*users, *sizes) if group_of.get(node) != group)
     return "the caller" if other.op == "output" else other.name

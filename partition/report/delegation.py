@@ -1,4 +1,4 @@
-"""``DelegationReport``: the records of one program, its checks, and its forms.
+"""``DelegationReport``: the records of one program, checks, and output formats.
 
 ``DelegationReport.to_dict`` and ``to_json`` give one object::
 
@@ -35,13 +35,13 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class DelegationReport(ProgramRecord):
-    """The report on one program: the delegated calls, the others, and why they stay on the CPU.
+    """The report on one program: delegated calls, undelegated calls, and the reasons.
 
     For its attributes see ``ProgramRecord``.
     """
 
     def with_sharing(self, sharing: Mapping[str, Sharing]) -> DelegationReport:
-        """Return the report with the methods that share weights; itself if that changes nothing.
+        """Return the report with the methods that share weights; itself if nothing changes.
 
         Args:
             sharing: By delegation tag, of the partitions that are lowered.
@@ -56,14 +56,14 @@ class DelegationReport(ProgramRecord):
         """Check that nothing stays on the CPU.
 
         Raises:
-            UnsupportedOperatorError: A call does; lists every obstacle.
+            UnsupportedOperatorError: A call stays; lists every obstacle.
         """
-        # A part of a result stays where its call stays, for the same reason.
-        left = [node for node in self.undelegated if node.op != GETITEM]
-        if left:
+        # A getitem stays with its call, for the same reason.
+        undelegated = [node for node in self.undelegated if node.op != GETITEM]
+        if undelegated:
             raise UnsupportedOperatorError(
-                f"Core ML cannot take {len(left)} node(s) of the graph",
-                got="; ".join(_listed((node.name, node.reason) for node in left)),
+                f"Core ML cannot take {len(undelegated)} node(s) of the graph",
+                got="; ".join(_summarize((node.name, node.reason) for node in undelegated)),
                 remedy="Change the model, or lower with lower_full_graph=False and strict=False to "
                 "run them on the CPU",
             )
@@ -74,15 +74,15 @@ class DelegationReport(ProgramRecord):
         Raises:
             LoweringError: It cannot lower one; lists every operator with cause and remedy.
         """
-        left = [
+        unlowerable = [
             node
             for node in self.without_kernel
             if node.cpu_obstacle is not None and node.cpu_obstacle.code is not ReasonCode.KERNEL
         ]
-        if left:
+        if unlowerable:
             raise LoweringError(
-                f"ExecuTorch cannot lower {len(left)} operation(s) that stay on the CPU",
-                got="; ".join(_listed((node.name, node.cpu_obstacle) for node in left)),
+                f"ExecuTorch cannot lower {len(unlowerable)} operation(s) that stay on the CPU",
+                got="; ".join(_summarize((node.name, node.cpu_obstacle) for node in unlowerable)),
             )
 
     def require_kernels(self) -> None:
@@ -91,12 +91,12 @@ class DelegationReport(ProgramRecord):
         Raises:
             MissingKernelError: It lacks one; lists every operator with cause and remedy.
         """
-        left = self.without_kernel
-        if left:
+        nodes = self.without_kernel
+        if nodes:
             raise MissingKernelError(
-                f"no device loads the program: it has {len(left)} operation(s) that neither Core "
+                f"no device loads the program: it has {len(nodes)} operation(s) that neither Core "
                 "ML nor ExecuTorch's runtime runs",
-                got="; ".join(_listed((node.name, node.cpu_obstacle) for node in left)),
+                got="; ".join(_summarize((node.name, node.cpu_obstacle) for node in nodes)),
                 remedy="If the app registers kernels for them, pass --allow-missing-kernels",
             )
 
@@ -134,12 +134,12 @@ class DelegationReport(ProgramRecord):
         *,
         device: Sequence[DeviceFinding] | None = None,
     ) -> str:
-        """Return the report as one HTML page that works offline, its graph open to clicks.
+        """Return the report as one HTML page that works offline, with a clickable graph.
 
         Args:
             title: Title of the page.
-            device: What ``coreml-delegate check`` finds in the lowered program; None leaves its
-                section out.
+            device: Findings of ``coreml-delegate check`` in the lowered program; None omits the
+                section.
         """
         return to_html(self, title, device)
 
@@ -151,8 +151,8 @@ def _coverage(coverage: Coverage) -> dict[str, Any]:
     return asdict(coverage) | {"coverage": round(coverage.ratio, 6)}
 
 
-def _listed(obstacles: Iterable[tuple[str, Reason | None]]) -> Iterable[str]:
-    """Yield every reason with the number and names of the nodes that have it, and its remedy."""
+def _summarize(obstacles: Iterable[tuple[str, Reason | None]]) -> Iterable[str]:
+    """Yield every reason with the number and names of its nodes, and its remedy."""
     grouped: dict[tuple[str, str | None], list[str]] = {}
     for name, reason in obstacles:
         if reason is not None:

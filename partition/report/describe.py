@@ -41,14 +41,14 @@ from coreml_delegate.partition.report.records import (
     PartitionReport,
 )
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles
-from coreml_delegate.partition.verdicts.parts import is_part, whole_call
+from coreml_delegate.partition.verdicts.parts import is_part, owning_call
 from coreml_delegate.preprocess.enumerated_shapes import enumerated_inputs, tensor_shapes
 from coreml_delegate.source_lines import source_of
 
-# Calls refused for these reasons are in a partition that was possible, and beyond a limit.
+# Reasons for calls of possible partitions that exceed the user's limits.
 _BEYOND_LIMITS = frozenset({ReasonCode.PARTITION_SIZE, ReasonCode.PARTITION_LIMIT})
-# What the user asked for is one obstacle, of whatever ops the calls are.
-_ASKED_FOR = _BEYOND_LIMITS | {ReasonCode.SKIPPED}
+# A limit or exclusion by the user is one obstacle, for calls of any ops.
+_BY_USER = _BEYOND_LIMITS | {ReasonCode.SKIPPED}
 
 
 def describe(
@@ -63,7 +63,7 @@ def describe(
         program: In edge dialect, tagged, data included.
         decision: Its partitions and refused calls.
         options: The partitioner's.
-        proof: Has converted the partitions.
+        proof: The proof that has converted the partitions.
     """
     constants = stored_nodes(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
@@ -74,9 +74,9 @@ def describe(
         inside=constants if options.ownership.constants else frozenset(),
         states=states_by_tag(program),
     )
-    stuck = cpu_obstacles(node for node in calls if node in decision.refused)
+    obstacles_on_cpu = cpu_obstacles(node for node in calls if node in decision.refused)
     return DelegationReport(
-        nodes=tuple(_node(node, decision, constants, stuck.get(node)) for node in calls),
+        nodes=tuple(_node(node, decision, constants, obstacles_on_cpu.get(node)) for node in calls),
         partitions=tuple(starmap(partitions.describe, decision.partitions.items())),
         obstacles=_obstacles(program.graph, decision),
         first_split=_first_split(program.graph, decision),
@@ -84,7 +84,7 @@ def describe(
             _total_bytes(n for n in constants if any(tag_of(user) for user in n.users)),
             _total_bytes(n for n in constants if n.users),
         ),
-        buffers=tuple(_buffers(program, proof.values, wanted=options.ownership.mutable_buffers)),
+        buffers=tuple(_buffers(program, proof.values, take_over=options.ownership.mutable_buffers)),
         folds=tuple(FoldReport(n, *noted) for n, noted in sorted(noted_folds(calls).items())),
     )
 
@@ -93,9 +93,9 @@ def describe(
 
 
 def _buffers(
-    program: ExportedProgram, values: Mapping[str, torch.Tensor], *, wanted: bool
+    program: ExportedProgram, values: Mapping[str, torch.Tensor], *, take_over: bool
 ) -> Iterator[BufferReport]:
-    reasons = obstacles_to_states(program, wanted=wanted)
+    reasons = obstacles_to_states(program, take_over=take_over)
     for buffer in mutable_buffers(program):
         value: torch.Tensor = buffer.node.meta["val"]
         reason = reasons.get(buffer.name, "")
@@ -145,7 +145,7 @@ def _node(
 
 
 def _dtypes_and_shapes(node: Node) -> Iterator[str]:
-    """Yield dtype and shape of every tensor that a node gives, the class of any other value."""
+    """Yield dtype and shape of every tensor of a node's value, or the class of another value."""
     value: Any = node.meta.get("val")
     tensors = list(tensors_of(value))
     for tensor in tensors:
@@ -160,14 +160,14 @@ def _dtypes_and_shapes(node: Node) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Partitions:
-    """The data from which each partition of a program is described.
+    """The data for the reports on the partitions of a program.
 
     Attributes:
         program: The tagged program.
         options: The partitioner's.
-        proof: Has converted the partitions.
-        inside: Constants that every partition has of its own.
-        states: By tag the mutable buffers that are states of a partition, each with its new value.
+        proof: The proof that has converted the partitions.
+        inside: Constants that partitions contain.
+        states: Mutable buffers that are states, with their new values, by tag of the partition.
     """
 
     program: ExportedProgram
@@ -183,7 +183,7 @@ class _Partitions:
         states = self.states.get(tag, {})
         entering = [v for v in values if v not in members | states.keys() and not self._is_data(v)]
         private = set(states.values())
-        # The new value of a state is an output of the graph alone, not of the delegate.
+        # The new value of a state is an output only of the graph, not of the delegate.
         leaving = [
             node
             for node in group
@@ -196,7 +196,7 @@ class _Partitions:
         shapes = {} if enumerated is None else _enumerated_shapes(entering, enumerated)
         deployment = deployment_of(
             group,
-            given=compiling.deployment_target,
+            requested=compiling.deployment_target,
             since=self.proof.since,
             has_states=bool(states),
             has_inputs=bool(entering),
@@ -227,12 +227,12 @@ class _Partitions:
 
 
 def _most_frequent_first(counts: Counter[str]) -> list[tuple[str, int]]:
-    """Return counts in descending order, equal ones by name."""
+    """Return counts in descending order, equal counts by name."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def _has_several_results(node: Node) -> bool:
-    """Return whether a call has several results, which leave a partition one by one."""
+    """Return whether a call has several results, which are partition outputs one by one."""
     return isinstance(node.meta.get("val"), list | tuple)
 
 
@@ -240,11 +240,11 @@ def _total_bytes(nodes: Iterable[Node]) -> int:
     return sum(bytes_of(node) for node in nodes)
 
 
-# Shapes of inputs that are not fixed
+# Shapes of dynamic inputs
 
 
 def _ranges(entering: Iterable[Node], program: ExportedProgram) -> Iterator[tuple[str, str]]:
-    """Yield the inputs with the range of every dimension that is not fixed."""
+    """Yield the dynamic inputs with the ranges of their dimensions."""
     for node, tensor in _with_open_sizes(entering):
         yield node.name, f"[{', '.join(_range(size, program) for size in tensor.shape)}]"
 
@@ -253,8 +253,8 @@ def _range(size: int | torch.SymInt, program: ExportedProgram) -> str:
     if not isinstance(size, torch.SymInt):
         return str(size)
     low, high = bounds_of(size, program.range_constraints)
-    given = "" if not is_unbounded(size, program.range_constraints) else " (of the example)"
-    return f"{low}..{high}{given}"
+    origin = "" if not is_unbounded(size, program.range_constraints) else " (of the example)"
+    return f"{low}..{high}{origin}"
 
 
 def _enumerated_shapes(
@@ -286,7 +286,7 @@ def _with_open_sizes(entering: Iterable[Node]) -> Iterator[tuple[Node, torch.Ten
 
 
 def _first_split(graph: Graph, decision: Decision) -> str | None:
-    """Return the first node on the CPU, in graph order, on a path between two delegated ones."""
+    """Return the first node on the CPU, in graph order, on a path between delegated nodes."""
     delegated = {node for group in decision.partitions.values() for node in group}
     after: set[Node] = set()
     for node in graph.nodes:
@@ -301,34 +301,34 @@ def _first_split(graph: Graph, decision: Decision) -> str | None:
 
 
 def _obstacles(graph: Graph, decision: Decision) -> tuple[Obstacle, ...]:
-    """Return what keeps calls on the CPU, first the obstacle whose support would gain most."""
+    """Return the obstacles to delegation, most rewarding first."""
     grouped: dict[tuple[str, ReasonCode], list[Node]] = {}
     for node in graph.nodes:
         if node in decision.refused:
-            # A part of a refused call is refused for that reason, and supported with the call.
-            source = whole_call(node)
+            # A part of a refused call has the reason of the call.
+            source = owning_call(node)
             reason = decision.refused[source]
-            asked_for = reason.code in _ASKED_FOR
-            kind = reason.text if asked_for else target_name(source.target)
+            is_by_user = reason.code in _BY_USER
+            kind = reason.text if is_by_user else target_name(source.target)
             grouped.setdefault((kind, reason.code), []).append(node)
-    possible = decision.refused.keys() - {
+    base_refused = decision.refused.keys() - {
         node for node, reason in decision.refused.items() if reason.code in _BEYOND_LIMITS
     }
-    now = count_groups(graph, possible)
-    found = [
-        _obstacle(nodes, decision, count_groups(graph, possible - set(nodes)), now)
+    count = count_groups(graph, base_refused)
+    obstacles = [
+        _obstacle(nodes, decision, count_groups(graph, base_refused - set(nodes)), count)
         for nodes in grouped.values()
     ]
-    return tuple(sorted(found, key=lambda o: (-o.partitions_merged, -o.flops, o.ops, o.code)))
+    return tuple(sorted(obstacles, key=lambda o: (-o.partitions_merged, -o.flops, o.ops, o.code)))
 
 
-def _obstacle(nodes: list[Node], decision: Decision, if_supported: int, now: int) -> Obstacle:
-    whole = [node for node in nodes if not is_part(node)]
+def _obstacle(nodes: list[Node], decision: Decision, if_supported: int, count: int) -> Obstacle:
+    calls = [node for node in nodes if not is_part(node)]
     return Obstacle(
-        ops=tuple(dict.fromkeys(target_name(node.target) for node in whole)),
-        reasons=tuple(dict.fromkeys(decision.refused[node] for node in whole)),
-        nodes=tuple(node.name for node in whole),
-        flops=sum(map(flops_of, whole)),
+        ops=tuple(dict.fromkeys(target_name(node.target) for node in calls)),
+        reasons=tuple(dict.fromkeys(decision.refused[node] for node in calls)),
+        nodes=tuple(node.name for node in calls),
+        flops=sum(map(flops_of, calls)),
         partitions_if_lifted=if_supported,
-        partitions_merged=now - if_supported,
+        partitions_merged=count - if_supported,
     )

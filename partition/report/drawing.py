@@ -1,4 +1,4 @@
-"""The report's graph as drawings: a long graph in sections, each of them laid out in layers."""
+"""Drawings of the report's graph, in sections if it is long, each laid out in layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from coreml_delegate.partition.report.records import NodeReport
 BOX_WIDTH, BOX_HEIGHT = 176, 34
 _GAP_X, _GAP_Y, _MARGIN = 20, 26, 16
 _SWEEPS = 4
-_BULGE, _MOST_BULGE = 14, 120
+_BULGE, _MAX_BULGE = 14, 120
 
-FEW, MANY = 40, 120  # operations in a section that may end, and must
+FEW, MANY = 40, 120  # operations from which a section may end, and must end
 _DEPTH = 2
 
 
@@ -23,7 +23,7 @@ _DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Operations shown together.
+    """Operations drawn together.
 
     Attributes:
         title: The module they come from.
@@ -39,8 +39,8 @@ class Section:
 def sections(nodes: Sequence[NodeReport]) -> list[Section]:
     """Return the sections of a graph, in an order in which they can run.
 
-    A section is a stretch of one partition, or of calls on the CPU. As each depends on earlier ones
-    alone, sections form no cycle.
+    A section is a stretch of one partition, or of calls on the CPU. Each depends only on earlier
+    sections, so that they form no cycle.
 
     Args:
         nodes: In graph order.
@@ -53,21 +53,21 @@ def sections(nodes: Sequence[NodeReport]) -> list[Section]:
 
 
 def _stretches(nodes: Sequence[NodeReport]) -> Iterator[list[NodeReport]]:
-    """Yield the partitions whole, and between them the calls on the CPU that must run first."""
+    """Yield the partitions, and before each the calls on the CPU that it depends on."""
     units = _units(nodes)
     unit_of = {node.name: unit for unit, members in units.items() for node in members}
-    waits = {
+    dependencies = {
         unit: {unit_of[i] for node in members for i in node.inputs if i in unit_of} - {unit}
         for unit, members in units.items()
     }
     followers: dict[str, list[str]] = {unit: [] for unit in units}
-    for unit, before in waits.items():
-        for other in before:
-            followers[other].append(unit)
-    missing = {unit: len(before) for unit, before in waits.items()}
+    for unit, required in dependencies.items():
+        for predecessor in required:
+            followers[predecessor].append(unit)
+    pending = {unit: len(required) for unit, required in dependencies.items()}
     ready = {
         delegated: deque(
-            u for u, n in missing.items() if n == 0 and (units[u][0].delegated is delegated)
+            u for u, n in pending.items() if n == 0 and (units[u][0].delegated is delegated)
         )
         for delegated in (False, True)
     }
@@ -81,16 +81,16 @@ def _stretches(nodes: Sequence[NodeReport]) -> Iterator[list[NodeReport]]:
             on_cpu = []
         else:
             on_cpu += units[unit]
-        for other in followers[unit]:
-            missing[other] -= 1
-            if missing[other] == 0:
-                ready[units[other][0].delegated].append(other)
+        for successor in followers[unit]:
+            pending[successor] -= 1
+            if pending[successor] == 0:
+                ready[units[successor][0].delegated].append(successor)
     if on_cpu:
         yield on_cpu
 
 
 def _units(nodes: Sequence[NodeReport]) -> Mapping[str, list[NodeReport]]:
-    """Return the nodes that run as one, by unit: a partition, or a call on the CPU."""
+    """Return the nodes by unit: a partition, or a call on the CPU."""
     units: dict[str, list[NodeReport]] = {}
     for node in nodes:
         unit = f"cpu {node.name}" if node.partition is None else f"delegate {node.partition}"
@@ -124,7 +124,7 @@ def _section_title(nodes: Sequence[NodeReport]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A placed box: key, and its upper left corner in pixels."""
+    """A box with its key, and its upper left corner in pixels."""
 
     key: str
     x: float
@@ -142,7 +142,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A graph laid out; sizes in pixels."""
+    """The layout of a graph; sizes in pixels."""
 
     boxes: tuple[Box, ...]
     edges: tuple[Edge, ...]
@@ -153,59 +153,61 @@ class Drawing:
 def draw(inputs: Mapping[str, Sequence[str]]) -> Drawing:
     """Lay out a graph in layers, top to bottom.
 
-    Every box stands one layer below the lowest box it depends on. Within a layer, boxes are ordered
-    by where their neighbours stand, swept down and up a few times. All passes are linear in the
-    edges but for sorting the layers, so thousands of boxes take a fraction of a second.
+    Every box is one layer below the lowest box that it depends on. Boxes of a layer are ordered by
+    the mean position of their neighbours, in a few sweeps down and up. All passes but the sorting
+    of layers are linear in the edges, so thousands of boxes take a fraction of a second.
 
     Args:
-        inputs: Keys of the boxes that each box depends on, in topological order; keys that are no
-            box are ignored.
+        inputs: Keys of the boxes that each box depends on, in topological order; unknown keys are
+            ignored.
     """
-    known = {key: [i for i in dict.fromkeys(found) if i in inputs] for key, found in inputs.items()}
-    layer = _layers(known)
-    rows = _ordered(known, layer)
+    boxes_before = {
+        key: [i for i in dict.fromkeys(keys) if i in inputs] for key, keys in inputs.items()
+    }
+    layer = _layers(boxes_before)
+    rows = _order_layers(boxes_before, layer)
     width = max((len(row) for row in rows), default=0) * (BOX_WIDTH + _GAP_X) + 2 * _MARGIN
-    boxes = {box.key: box for n, row in enumerate(rows) for box in _placed(row, n, width)}
+    boxes = {box.key: box for n, row in enumerate(rows) for box in _place_row(row, n, width)}
     edges = tuple(
         Edge(start, end, _path(boxes[start], boxes[end], layer[end] - layer[start]))
-        for end, starts in known.items()
+        for end, starts in boxes_before.items()
         for start in starts
     )
     height = len(rows) * (BOX_HEIGHT + _GAP_Y) + 2 * _MARGIN
-    return Drawing(tuple(boxes[key] for key in known), edges, width + _MOST_BULGE, height)
+    return Drawing(tuple(boxes[key] for key in boxes_before), edges, width + _MAX_BULGE, height)
 
 
 def _layers(inputs: Mapping[str, Sequence[str]]) -> dict[str, int]:
     layer: dict[str, int] = {}
-    for key, found in inputs.items():
-        layer[key] = max((layer[i] + 1 for i in found), default=0)
+    for key, keys in inputs.items():
+        layer[key] = max((layer[i] + 1 for i in keys), default=0)
     return layer
 
 
-def _ordered(inputs: Mapping[str, Sequence[str]], layer: Mapping[str, int]) -> list[list[str]]:
+def _order_layers(inputs: Mapping[str, Sequence[str]], layer: Mapping[str, int]) -> list[list[str]]:
     rows: list[list[str]] = [[] for _ in range(max(layer.values(), default=-1) + 1)]
     outputs: dict[str, list[str]] = {key: [] for key in inputs}
-    for key, found in inputs.items():
+    for key, keys in inputs.items():
         rows[layer[key]].append(key)
-        for i in found:
+        for i in keys:
             outputs[i].append(key)
-    place = {key: float(n) for row in rows for n, key in enumerate(row)}
+    position = {key: float(n) for row in rows for n, key in enumerate(row)}
     for sweep in range(_SWEEPS):
         neighbours, order = (inputs, rows) if sweep % 2 == 0 else (outputs, rows[::-1])
         for row in order:
-            row.sort(key=lambda key: fmean(place[n] for n in neighbours[key] or (key,)))
-            place.update((key, n - (len(row) - 1) / 2) for n, key in enumerate(row))
+            row.sort(key=lambda key: fmean(position[n] for n in neighbours[key] or (key,)))
+            position.update((key, n - (len(row) - 1) / 2) for n, key in enumerate(row))
     return rows
 
 
-def _placed(row: Sequence[str], number: int, width: float) -> list[Box]:
-    left = (width - len(row) * (BOX_WIDTH + _GAP_X) + _GAP_X) / 2
+def _place_row(row: Sequence[str], number: int, width: float) -> list[Box]:
+    x = (width - len(row) * (BOX_WIDTH + _GAP_X) + _GAP_X) / 2
     y = _MARGIN + number * (BOX_HEIGHT + _GAP_Y)
-    return [Box(key, left + n * (BOX_WIDTH + _GAP_X), y) for n, key in enumerate(row)]
+    return [Box(key, x + n * (BOX_WIDTH + _GAP_X), y) for n, key in enumerate(row)]
 
 
 def _path(start: Box, end: Box, span: int) -> str:
-    """Return a line down to the next layer, or around the layers between on the right."""
+    """Return a line down to the next layer, or to the right around intermediate layers."""
     if span == 1:
         x1, y1 = start.x + BOX_WIDTH / 2, start.y + BOX_HEIGHT
         x2, y2 = end.x + BOX_WIDTH / 2, end.y
@@ -213,5 +215,5 @@ def _path(start: Box, end: Box, span: int) -> str:
         return f"M{x1:g} {y1:g}C{x1:g} {middle:g} {x2:g} {middle:g} {x2:g} {y2:g}"
     x1, y1 = start.x + BOX_WIDTH, start.y + BOX_HEIGHT / 2
     x2, y2 = end.x + BOX_WIDTH, end.y + BOX_HEIGHT / 2
-    bulge = max(x1, x2) + min(_BULGE * span, _MOST_BULGE)
+    bulge = max(x1, x2) + min(_BULGE * span, _MAX_BULGE)
     return f"M{x1:g} {y1:g}C{bulge:g} {y1:g} {bulge:g} {y2:g} {x2:g} {y2:g}"

@@ -1,4 +1,4 @@
-"""The report as one HTML page that works without a network: styles, script and data are inside."""
+"""The report as one HTML page that works offline, with inlined styles, script and data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from coreml_delegate.partition.report.records import DeviceFinding, NodeReport, 
 from coreml_delegate.partition.report.table import quantity
 
 _TEMPLATE = "page.html.j2"
-_WHOLE = 300  # nodes that are drawn in one picture
+_MAX_UNDIVIDED = 300  # nodes up to which the graph is one picture
 _LABEL = 24  # characters of a box's label
 _GOLDEN_ANGLE = 137.508  # degrees: neighbouring partitions get hues far apart
 
@@ -33,7 +33,7 @@ class Shape:
         anchor: Fragment of the page that a click leads to.
         label: First line.
         detail: Second line.
-        hint: Shown under the pointer.
+        hint: Tooltip.
         partition: Tag, or None on the CPU.
     """
 
@@ -54,7 +54,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A section with its picture, to be opened."""
+    """An expandable section with its picture."""
 
     anchor: str
     section: Section
@@ -69,10 +69,10 @@ def to_html(
     Args:
         report: The report.
         title: Title of the page.
-        device: What a check of the lowered program has found; None if it was not checked.
+        device: Findings of a check of the lowered program; None if it was not checked.
     """
     anchors = {node.name: f"node-{n}" for n, node in enumerate(report.nodes)}
-    divided = sections(report.nodes) if len(report.nodes) > _WHOLE else []
+    divided = sections(report.nodes) if len(report.nodes) > _MAX_UNDIVIDED else []
     panels = [
         Panel(f"section-{n}", section, _nodes(section.nodes, anchors))
         for n, section in enumerate(divided)
@@ -95,10 +95,10 @@ def to_html(
 @functools.cache
 def _template() -> Any:
     package = "coreml_delegate.partition.report"
-    return page_template(package, _TEMPLATE, quantity=quantity, label=_fitted)
+    return page_template(package, _TEMPLATE, quantity=quantity, label=_truncate)
 
 
-def _fitted(text: str) -> str:
+def _truncate(text: str) -> str:
     """Return ``text`` cut to the width of a box."""
     return text if len(text) <= _LABEL else f"{text[: _LABEL - 1]}…"
 
@@ -141,8 +141,8 @@ def _overview(panels: Sequence[Panel]) -> Picture:
 
 def _short(op: str) -> str:
     """Return ``conv2d`` for ``aten.conv2d.default``."""
-    namespace, _, rest = op.partition(".")
-    name = rest if namespace in ("aten", "operator") else op
+    namespace, _, qualified = op.partition(".")
+    name = qualified if namespace in ("aten", "operator") else op
     return name.removesuffix(".default")
 
 
@@ -151,9 +151,9 @@ def _colour(number: int) -> str:
 
 
 def _details(node: NodeReport) -> dict[str, Any]:
-    """Return the facts that the side panel shows, by heading."""
+    """Return the facts for the side panel, by heading."""
     reason, obstacle = node.reason, node.cpu_obstacle
-    found: dict[str, str | None] = {
+    facts: dict[str, str | None] = {
         "op": node.op,
         "runs on": "Core ML" if node.delegated else "CPU",
         "partition": node.partition,
@@ -169,7 +169,7 @@ def _details(node: NodeReport) -> dict[str, Any]:
         "estimated FLOPs": f"{node.flops:,}",
         "weights": quantity(node.weight_bytes, "B"),
     }
-    return {"name": node.name, "facts": [[k, v] for k, v in found.items() if v is not None]}
+    return {"name": node.name, "facts": [[k, v] for k, v in facts.items() if v is not None]}
 
 
 def _source(node: NodeReport) -> str | None:

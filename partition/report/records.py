@@ -1,4 +1,4 @@
-"""The records of a report, as plain data: nodes, partitions, mutable buffers, obstacles."""
+"""The records of a report as plain data: nodes, partitions, mutable buffers, obstacles."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _STATE_DTYPE = "float16"
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """One operation, and where it runs.
+    """One operation and its backend.
 
     Attributes:
         name: Node name in the graph.
         op: Op target, for example ``aten.conv2d.default``.
-        inputs: The operations whose results it takes, by name.
-        arguments: Dtype and shape of each tensor it takes, for example ``float32[1, 8, 30, 30]``.
+        inputs: Names of the operations whose results it uses.
+        arguments: Dtype and shape of each tensor argument, as ``float32[1, 8, 30, 30]``.
         results: Dtype and shape of each result.
-        module: Path of the ``nn.Module`` it comes from, empty for the root or if unknown.
+        module: Path of its ``nn.Module``, empty for the root or if unknown.
         module_class: Class of that module, empty if unknown.
-        source: Innermost line of the user's own code that it comes from, or None if unknown.
+        source: Innermost line of the user's code that produced it, or None if unknown.
         partition: Delegation tag, or None if it stays on the CPU.
         reason: Why it stays on the CPU, or None if it is delegated.
         flops: Estimated operations, see ``ops.flops``.
-        weight_bytes: Size of the parameters and constants that it takes.
-        cpu_obstacle: Why ExecuTorch's own runtime does not run it on the CPU either, or None.
-        debug_handle: ExecuTorch's number of the call it comes from; None if it has none.
+        weight_bytes: Size of its parameters and constants.
+        cpu_obstacle: Why ExecuTorch's runtime does not run it on the CPU either, or None.
+        debug_handle: ExecuTorch's debug handle, or None.
     """
 
     name: str
@@ -65,24 +65,24 @@ class PartitionReport:
     """One delegate. Sizes are in bytes, in the dtypes of the program before conversion.
 
     Attributes:
-        tag: Delegation tag, numbered in the order in which the delegates run; behind the program's
-            own are those of branches of control flow, with the names of the branches before.
+        tag: Delegation tag, numbered in execution order; partitions in branches of control flow
+            come last, with the path of the branch as prefix.
         target: Its deployment target, for example ``iOS17``.
         demanded_by: The causes of that target; see ``grouping.deployment``.
-        nodes: How many operations it has.
-        ops: How many of each op, most frequent first.
+        nodes: Number of operations.
+        ops: Count of each op, most frequent first.
         flops: Estimated operations.
         weight_bytes: Parameters and constants inside.
-        state_bytes: Mutable buffers that it keeps.
-        inputs: How many values enter it.
-        input_bytes: Their size.
-        outputs: How many values leave it.
-        output_bytes: Their size.
-        flexible: The inputs that may have several shapes, each with its sizes, as ``[1..8, 4]``, or
-            its enumerated shapes.
-        shared_by: With several methods, those that store its weights once, its own among them.
-            Empty before it is lowered, and if it is a model by itself.
-        not_shared: With several methods, why it is a model by itself; empty if it is not.
+        state_bytes: Mutable buffers that are its states.
+        inputs: Number of inputs.
+        input_bytes: Size of the inputs.
+        outputs: Number of outputs.
+        output_bytes: Size of the outputs.
+        flexible: Inputs of several shapes, with ranges of sizes as ``[1..8, 4]``, or enumerated
+            shapes.
+        shared_by: Of several methods, the methods that share its weights, including its own. Empty
+            before it is lowered, and if it is a separate model.
+        not_shared: With several methods, why it is a separate model; empty if it is not.
     """
 
     tag: str
@@ -111,12 +111,12 @@ class BufferReport:
         dtype: Its dtype, for example ``float32``.
         shape: Its sizes.
         nbytes: Its size in bytes, in its own dtype.
-        partition: Delegation tag of the partition whose state it is, or None if it is passed in and
-            out.
-        reason: Why it is no state; empty if it is one.
-        initial: How it starts: ``zero``, ``constant`` (the model has the value, which the state
-            reads as in the first run) or ``stored`` (the ``.pte`` has it); ``unknown`` if the value
-            is not at hand, which is treated right all the same.
+        partition: Delegation tag of the partition that has it as a state, or None if it is passed
+            in and out.
+        reason: Why it is no state; empty for a state.
+        initial: Its initial value: ``zero``, ``constant`` (the model has the value, which reads
+            return in the first run) or ``stored`` (the ``.pte`` has it); ``unknown`` if the value
+            is not at hand, which does not affect the result.
     """
 
     name: str
@@ -139,22 +139,22 @@ class BufferReport:
 
     @property
     def fate(self) -> str:
-        """Where it is kept, as text for a reader."""
+        """Where it is stored, as readable text."""
         if not self.is_state:
             return f"passed in and out: {self.reason}"
-        kept = "" if self.dtype == _STATE_DTYPE else f", kept as {_STATE_DTYPE}"
-        first = ", at first a constant" if self.initial == "constant" else ""
-        return f"state of {self.partition}{kept}{first}"
+        storage = "" if self.dtype == _STATE_DTYPE else f", kept as {_STATE_DTYPE}"
+        initial = ", at first a constant" if self.initial == "constant" else ""
+        return f"state of {self.partition}{storage}{initial}"
 
 
 @dataclass(frozen=True, slots=True)
 class FoldReport:
-    """One large value that was computed from constants while lowering.
+    """One large value that was folded from constants.
 
     Attributes:
         name: Of the constant in the program.
         tensor: Its dtype and shape.
-        growth: Bytes that it adds to the program, less those of what it replaces.
+        growth: Its size in bytes, minus that of the constants it replaces.
     """
 
     name: str
@@ -164,15 +164,15 @@ class FoldReport:
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Calls that stay on the CPU: of one op for one kind of reason, or by one option of the user.
+    """Undelegated calls: of one op for one kind of reason, or by one option of the user.
 
     Attributes:
-        ops: Op targets, each once, in graph order.
-        reasons: The reasons, all of one kind, each once, in graph order.
+        ops: Distinct op targets, in graph order.
+        reasons: Distinct reasons, all of one kind, in graph order.
         nodes: The calls, by name.
         flops: Estimated operations of these calls.
-        partitions_if_lifted: How many partitions would be possible if these calls were supported.
-        partitions_merged: By how many partitions that is fewer than are possible now.
+        partitions_if_lifted: Number of partitions if these calls were supported.
+        partitions_merged: Reduction of the number of partitions in that case.
     """
 
     ops: tuple[str, ...]
@@ -189,7 +189,7 @@ class Obstacle:
 
     @property
     def title(self) -> str:
-        """The op, or the reason that calls of several ops have in common."""
+        """The op, or the common reason of several ops."""
         return self.ops[0] if len(self.ops) == 1 else str(self.reasons[0])
 
 
@@ -199,12 +199,12 @@ class DeviceFinding:
 
     Attributes:
         rule: Name of the rule.
-        consequence: What it leads to, for a reader.
+        consequence: Its consequence, as readable text.
         delegate: Names of the delegates.
-        places: The first places, for a reader.
-        others: How many more there are.
-        got: The value found.
-        reason: What the sources say.
+        places: The first locations, as readable text.
+        others: Number of further locations.
+        got: The offending value.
+        reason: The explanation of the sources.
         remedy: What the user can do, in the imperative.
         sources: Title and address of each source.
     """
@@ -222,7 +222,7 @@ class DeviceFinding:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The share that is delegated of bytes or FLOPs.
+    """The delegated share of bytes or FLOPs.
 
     Attributes:
         delegated: The delegated amount.
@@ -234,7 +234,7 @@ class Coverage:
 
     @property
     def ratio(self) -> float:
-        """Share, 0 to 1 (1 of nothing)."""
+        """Delegated share, 0 to 1 (1 for a total of 0)."""
         return self.delegated / self.total if self.total else 1.0
 
 
@@ -245,13 +245,13 @@ class ProgramRecord:
     Attributes:
         nodes: The operations in graph order.
         partitions: The partitions in the order in which they run.
-        obstacles: What keeps nodes on the CPU; first the obstacle that, if supported, would merge
-            most partitions and delegate most estimated FLOPs.
-        first_split: The first node in graph order that stays on the CPU between delegated ones, by
-            name; None if nothing splits the graph.
+        obstacles: Obstacles to delegation; first the obstacle whose support would merge most
+            partitions and delegate most estimated FLOPs.
+        first_split: Name of the first node, in graph order, on the CPU between delegated nodes;
+            None without such a node.
         weights: Bytes of parameters and constants that delegates take.
         buffers: The mutable buffers, in the order of the signature.
-        folds: The values computed while lowering that make the program a megabyte larger, or more.
+        folds: Values folded while lowering that make the program at least a megabyte larger.
     """
 
     nodes: tuple[NodeReport, ...]
@@ -269,7 +269,7 @@ class ProgramRecord:
 
     @property
     def delegated(self) -> tuple[NodeReport, ...]:
-        """The operations Core ML runs."""
+        """The operations that Core ML runs."""
         return tuple(n for n in self.nodes if n.delegated)
 
     @property
@@ -284,19 +284,19 @@ class ProgramRecord:
 
     @property
     def coverage(self) -> float:
-        """The share of operations that are delegated, 0 to 1 (1 for a graph without any)."""
+        """The delegated share of operations, 0 to 1 (1 for an empty graph)."""
         return Coverage(len(self.delegated), len(self.nodes)).ratio
 
     @property
     def flops(self) -> Coverage:
-        """Estimated floating-point operations that are delegated."""
+        """The delegated share of estimated floating-point operations."""
         return Coverage(sum(n.flops for n in self.delegated), sum(n.flops for n in self.nodes))
 
     def node(self, name: str) -> NodeReport:
         """Return the operation with this name.
 
         Raises:
-            KeyError: There is none.
+            KeyError: There is no such operation.
         """
         for node in self.nodes:
             if node.name == name:

@@ -13,7 +13,7 @@ from coreml_delegate.partition.report.records import (
     ProgramRecord,
 )
 
-_MOST_GAINS = 3  # obstacles that are listed at the end
+_MAX_GAINS = 3  # obstacles that are listed at the end
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _INDENT = " " * 4
 
@@ -49,7 +49,7 @@ def _lines(report: ProgramRecord) -> Iterator[str]:
         yield from _columns((op, str(count)) for op, count in partition.ops)
     yield from _buffers(report.buffers)
     if report.folds:
-        yield "  computed while lowering, of constants alone, and stored:"
+        yield "  computed from constants while lowering, and stored:"
         yield from _columns(
             (fold.name, fold.tensor, f"{quantity(fold.growth, 'B')} more") for fold in report.folds
         )
@@ -79,24 +79,24 @@ def _partition(partition: PartitionReport) -> str:
 
 
 def _buffers(buffers: Sequence[BufferReport]) -> Iterator[str]:
-    """Yield where the mutable buffers are kept."""
+    """Yield the mutable buffers with their storage."""
     if buffers:
         yield "  mutable buffers:"
         yield from _columns((b.name, b.tensor, b.fate) for b in buffers)
 
 
 def _on_the_cpu(nodes: Sequence[NodeReport]) -> Iterator[str]:
-    first: dict[tuple[str, str], NodeReport] = {}
-    # A part of a result stays where its call stays, for the same reason.
-    whole = [node for node in nodes if node.op != GETITEM]
-    for node in whole:
-        first.setdefault((node.op, str(node.reason)), node)
-    counts = Counter((node.op, str(node.reason)) for node in whole)
+    first_nodes: dict[tuple[str, str], NodeReport] = {}
+    # A getitem stays with its call, for the same reason.
+    calls = [node for node in nodes if node.op != GETITEM]
+    for node in calls:
+        first_nodes.setdefault((node.op, str(node.reason)), node)
+    counts = Counter((node.op, str(node.reason)) for node in calls)
     rows = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     lines = _columns((op, str(count), reason) for (op, reason), count in rows)
     for line, (key, count) in zip(lines, rows, strict=True):
         yield line
-        node = first[key]
+        node = first_nodes[key]
         if node.place:
             yield f"{_INDENT}  {'first ' if count > 1 else ''}at {node.place}"
         for reason in filter(None, (node.reason, node.cpu_obstacle)):
@@ -111,7 +111,7 @@ def _advice(report: ProgramRecord) -> Iterator[str]:
         node = report.node(report.first_split)
         where = f" at {node.place}" if node.place else ""
         yield f"  first split by {node.name}{where}"
-    gains = [o for o in report.obstacles if o.partitions_merged > 0][:_MOST_GAINS]
+    gains = [o for o in report.obstacles if o.partitions_merged > 0][:_MAX_GAINS]
     if gains:
         yield "  most partitions would merge if these were supported:"
         yield from _columns(

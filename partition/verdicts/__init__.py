@@ -1,1 +1,1 @@
-"""Verdicts on calls: whether Core ML takes one, and whether the CPU runs one that stays there."""
+"""Verdicts on calls: whether Core ML takes a call, and whether the CPU runs an undelegated call."""

@@ -1,8 +1,8 @@
-"""CPU kernels: which calls that stay on the CPU ExecuTorch can lower, and its runtime can run.
+"""CPU kernels: whether ExecuTorch can lower an undelegated call, and its runtime can run it.
 
-ExecuTorch calls out variants. Its compiler needs one for every call that is not delegated, its
+ExecuTorch calls out variants. Its compiler needs an out variant of every undelegated call, its
 runtime a kernel of that name, which it has for little more than the core ATen operators. A call
-without one still runs on the Python host, by torch's own kernel.
+without a kernel still runs on the Python host, by torch's own kernel.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 
 _ATEN: Any = torch.ops.aten
 
-# ExecuTorch's memory planning asks for the out variants that these register.
+# Libraries that register the out variants that ExecuTorch's memory planning needs.
 _REGISTERED_BY: Mapping[str, str] = MappingProxyType(
     {"quantized_decomposed": "executorch.kernels.quantized"}
 )
 
-# Checks, which ExecuTorch takes out of every program.
+# Checks, which ExecuTorch removes from every program.
 _ERASED = frozenset(
     {
         "aten._assert_async.msg",
@@ -49,7 +49,7 @@ _ERASED = frozenset(
 
 
 def register_kernels(ops: Iterable[str]) -> None:
-    """Import the libraries of the ops that stay on the CPU.
+    """Import the kernel libraries of undelegated ops.
 
     Args:
         ops: Their target names.
@@ -65,15 +65,15 @@ def register_kernels(ops: Iterable[str]) -> None:
 
 @functools.cache
 def is_composite(op: Any) -> bool:
-    """Return whether an ``OpOverload`` makes tensors of tensors, and ExecuTorch decomposes it.
+    """Return whether an ``OpOverload`` maps tensors to tensors, and ExecuTorch decomposes it.
 
-    Views are no such ops: ExecuTorch cannot keep one from decomposition.
+    Views do not count: ExecuTorch cannot preserve them.
     """
-    taken, made = op._schema.arguments, op._schema.returns
+    arguments, results = op._schema.arguments, op._schema.returns
     return (
-        any("Tensor" in str(value.type) for value in taken)
-        and all("Tensor" in str(value.type) for value in made)
-        and not any(value.alias_info for value in (*taken, *made))
+        any("Tensor" in str(value.type) for value in arguments)
+        and all("Tensor" in str(value.type) for value in results)
+        and not any(value.alias_info for value in (*arguments, *results))
         and torch.Tag.core not in op.tags
         and op in default_decompositions()
     )
@@ -84,29 +84,29 @@ def has_kernel(op: OpOverload) -> bool:
     return _out_variant(op) in Runtime.get().operator_registry.operator_names
 
 
-def cpu_obstacles(on_cpu: Iterable[Node]) -> dict[Node, Reason]:
-    """Return why calls do not run on the CPU either, as far as they do not.
+def cpu_obstacles(undelegated: Iterable[Node]) -> dict[Node, Reason]:
+    """Return why undelegated calls do not run on the CPU either.
 
     Args:
-        on_cpu: The calls of a program in edge dialect that stay on the CPU, in graph order.
+        undelegated: Calls of a program in edge dialect that stay on the CPU, in graph order.
 
     Returns:
-        A reason for each call that ExecuTorch cannot lower (``OUT_VARIANT``, ``UNBOUNDED``), or
-        lowers and its runtime cannot load (``KERNEL``).
+        The reasons for calls that ExecuTorch cannot lower (``OUT_VARIANT``, ``UNBOUNDED``), or that
+        its runtime cannot load (``KERNEL``).
     """
-    reasons = ((node, _unbounded(node) or _kernel_obstacle(node)) for node in on_cpu)
+    reasons = ((node, _unbounded(node) or _kernel_obstacle(node)) for node in undelegated)
     return {node: reason for node, reason in reasons if reason is not None}
 
 
 def _kernel_obstacle(node: Node) -> Reason | None:
     target = called_target(node)
     if isinstance(target, HigherOrderOperator):
-        inner = (_kernel_obstacle(call) for call in _calls_inside(node))
-        return next(filter(None, inner), None) or _effect(node)
+        inner_obstacles = (_kernel_obstacle(call) for call in _calls_inside(node))
+        return next(filter(None, inner_obstacles), None) or _effect(node)
     overload, name = overload_of(target), target_name(target)
     if not isinstance(overload, OpOverload) or name in _ERASED or is_sym_op(overload):
         return None
-    if has_kernel(overload) or is_composite(overload):  # which is decomposed after lowering
+    if has_kernel(overload) or is_composite(overload):  # decomposed after lowering
         return None
     kernel = _out_variant(overload)
     if kernel is None:
@@ -124,14 +124,14 @@ def _kernel_obstacle(node: Node) -> Reason | None:
 
 
 def _out_variant(overload: OpOverload) -> str | None:
-    """Return the name of the kernel that ExecuTorch calls for an op; None if it finds none."""
+    """Return the name of the kernel that ExecuTorch calls for an op, or None."""
     try:
         return _registered_variant(overload)
-    except (RuntimeError, AssertionError):  # there is none, or it cannot read the op's schema
+    except (RuntimeError, AssertionError):  # no variant, or ExecuTorch cannot parse the op's schema
         return None
 
 
-@functools.cache  # of errors there is no cache: a library may register a variant later
+@functools.cache  # errors are not cached: a library may register a variant later
 def _registered_variant(overload: OpOverload) -> str:
     return to_variant(overload, SchemaKind.out).name()
 
@@ -148,7 +148,7 @@ def _remedy_without_variant(overload: OpOverload) -> str:
 
 
 def is_custom(overload: Any) -> bool:
-    """Whether an op is of a library that is neither torch's nor ExecuTorch's own."""
+    """Whether an op belongs to a library other than torch and ExecuTorch."""
     return isinstance(overload, OpOverload) and overload.namespace not in NAMESPACES
 
 
@@ -163,11 +163,11 @@ def _out_schema(overload: OpOverload) -> str:
     text = str(schema)
     inputs = text[text.index("(") + 1 : text.rindex(") ->")]
     letters = (letter for letter in string.ascii_lowercase if f"({letter}" not in inputs)
-    written = [f"Tensor({letter}!)" for letter, _ in zip(letters, schema.returns, strict=False)]
-    names = ["out"] if len(written) == 1 else [f"out{n}" for n in range(len(written))]
-    outputs = [f"{type} {name}" for type, name in zip(written, names, strict=True)]
+    types = [f"Tensor({letter}!)" for letter, _ in zip(letters, schema.returns, strict=False)]
+    names = ["out"] if len(types) == 1 else [f"out{n}" for n in range(len(types))]
+    outputs = [f"{type} {name}" for type, name in zip(types, names, strict=True)]
     star = [] if any(argument.kwarg_only for argument in schema.arguments) else ["*"]
-    results = written[0] if len(written) == 1 else f"({', '.join(written)})"
+    results = types[0] if len(types) == 1 else f"({', '.join(types)})"
     return f"({', '.join([*([inputs] if inputs else []), *star, *outputs])}) -> {results}"
 
 
@@ -176,7 +176,7 @@ def _schema_of(overload: Any) -> Any:
 
 
 def _effect(node: Node) -> Reason | None:
-    """Return why a call cannot be lowered that an effect token binds to its place."""
+    """Return why a call with an effect token cannot be lowered."""
     if node.target is not torch.ops.higher_order.with_effects:
         return None
     return Reason(
@@ -197,13 +197,13 @@ def _calls_inside(node: Node) -> Iterator[Node]:
 
 
 def _unbounded(node: Node) -> Reason | None:
-    """Return why memory cannot be planned for a result, unless an argument has the same fault."""
-    found = _unbounded_size(node)
-    if found is None or any(map(_unbounded_size, node.all_input_nodes)):
+    """Return why memory cannot be planned for a result, unless an argument is unbounded too."""
+    size = _unbounded_size(node)
+    if size is None or any(map(_unbounded_size, node.all_input_nodes)):
         return None
     return Reason(
         ReasonCode.UNBOUNDED,
-        f"the size {found} of the result of {target_name(node.target)} depends on values, and "
+        f"the size {size} of the result of {target_name(node.target)} depends on values, and "
         "nothing bounds it",
         remedy="Bound it in the model: torch._check(result.shape[0] <= 100)",
     )

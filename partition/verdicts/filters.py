@@ -1,6 +1,7 @@
-"""The user's filters: calls kept out of Core ML by op, by module, by node or by a mark.
+"""The user's filters, which exclude calls by op, by module, by node or by a mark.
 
-A filter says why a call stays on the CPU. No filter is asked about a part of a call: it follows it.
+A filter returns why a call stays on the CPU. Filters are not applied to parts, which follow their
+call.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
 from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode
 from coreml_delegate.ops.call import DEQUANTIZE, QUANTIZE, target_name
-from coreml_delegate.partition.verdicts.parts import is_part, whole_call
+from coreml_delegate.partition.verdicts.parts import is_part, owning_call
 
 MARK = "coreml_do_not_delegate"
 """Key below ``node.meta["custom"]``, which decompositions and ``torch.export.save`` keep."""
 
 NodePredicate = Callable[[Node], bool]
 
-_FEW = 12  # names that an error lists in full
+_MAX_LISTED = 12  # names that an error lists in full
 
 
 def do_not_delegate(node: Node) -> None:
-    """Keep one call of an exported program on the CPU, with all that it is decomposed to.
+    """Keep one call of an exported program, and its decomposition, on the CPU.
 
-    The mark is on the program: it holds for every partitioner and survives ``torch.export.save``.
+    The mark is part of the program: it applies to every partitioner and survives
+    ``torch.export.save``.
 
     Args:
         node: A call in the graph of an ``ExportedProgram``.
@@ -42,16 +44,16 @@ def do_not_delegate(node: Node) -> None:
     """
     if node.op != "call_function":
         raise OptionError("only calls are delegated", got=f"{node.name}, a node of kind {node.op}")
-    node = whole_call(node)
-    # A new dictionary: tracing gives the same one to many nodes.
+    node = owning_call(node)
+    # A new dictionary: traced nodes share theirs.
     node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: True}
 
 
 class NodeFilter(Protocol):
-    """One condition of the user's."""
+    """One filter of the user."""
 
     def refusal(self, node: Node, /) -> Reason | None:
-        """Return why a call is kept out, or None if this filter lets it pass."""
+        """Return why a call is excluded, or None if the filter accepts it."""
         ...
 
 
@@ -63,12 +65,12 @@ class Marked:
         """See ``NodeFilter``."""
         if not (node.meta.get("custom") or {}).get(MARK):
             return None
-        return _kept_out("marked by do_not_delegate", remedy="Do not mark it")
+        return _excluded("marked by do_not_delegate", remedy="Do not mark it")
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedOps:
-    """Refuses ops by name, and the parts that they are decomposed to.
+    """Refuses ops by name, and their decompositions.
 
     Attributes:
         names: From ``normalize_op_names``.
@@ -82,12 +84,12 @@ class SkippedOps:
         """See ``NodeFilter``."""
         names = (target_name(node.target), *(str(source.target) for source in _sources(node)))
         name = next((name for name in names if _spellings(name.lower()) & self.names), None)
-        return None if name is None else _kept_out(f"{name} is in {self.option}", _REMOVE)
+        return None if name is None else _excluded(f"{name} is in {self.option}", _REMOVE)
 
 
 @dataclass(frozen=True, slots=True)
 class OnlyOps:
-    """Refuses all ops but those named; see ``SkippedOps``."""
+    """Refuses all ops but the named ops; see ``SkippedOps``."""
 
     names: frozenset[str]
     option: str
@@ -96,12 +98,12 @@ class OnlyOps:
         """See ``NodeFilter``."""
         if spellings(node) & self.names:
             return None
-        return _kept_out(f"{target_name(node.target)} is not in {self.option}", _ADD)
+        return _excluded(f"{target_name(node.target)} is not in {self.option}", _ADD)
 
 
 @dataclass(frozen=True, slots=True)
 class SkippedModules:
-    """Refuses calls that were traced in certain modules.
+    """Refuses calls traced in certain modules.
 
     Attributes:
         patterns: The modules.
@@ -116,13 +118,13 @@ class SkippedModules:
         scopes = scopes_of(node)
         for pattern in self.patterns:
             if pattern.covers(scopes):
-                return _kept_out(f"{pattern.text!r} is in {self.option}", _REMOVE)
+                return _excluded(f"{pattern.text!r} is in {self.option}", _REMOVE)
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class OnlyModules:
-    """Refuses calls that were traced outside certain modules; see ``SkippedModules``."""
+    """Refuses calls traced outside of certain modules; see ``SkippedModules``."""
 
     patterns: tuple[ModulePattern, ...]
     option: str
@@ -133,42 +135,42 @@ class OnlyModules:
         if any(pattern.covers(scopes) for pattern in self.patterns):
             return None
         where = next((scope.path for scope in reversed(scopes) if scope.path), "the root module")
-        return _kept_out(f"{where} is not in {self.option}", _ADD)
+        return _excluded(f"{where} is not in {self.option}", _ADD)
 
 
 @dataclass(frozen=True, slots=True)
 class Predicate:
-    """Refuses the calls for which a function of the user's is false.
+    """Refuses the calls for which the user's function is false.
 
     Attributes:
-        wanted: Returns true for a call that may be delegated.
+        accepts: Returns true for a call that may be delegated.
         option: The name of the option, for the reason.
     """
 
-    wanted: NodePredicate
+    accepts: NodePredicate
     option: str
 
     def refusal(self, node: Node, /) -> Reason | None:
         """See ``NodeFilter``."""
-        if self.wanted(node):
+        if self.accepts(node):
             return None
-        return _kept_out(f"{self.option} is false for it", "Change the predicate")
+        return _excluded(f"{self.option} is false for it", "Change the predicate")
 
 
-class LeftOut:
-    """Refuses the parts of composite calls that the user left out of the program in ATen dialect.
+class ExcludedCalls:
+    """Refuses the decompositions of composite calls that the user excludes in ATen dialect.
 
-    A partitioner beside ours may have such a call decomposed. Torch notes which call a part was
-    made of.
+    Another partitioner may have such a call decomposed. Torch records the original call of each
+    part.
     """
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, int], Reason] = {}
-        # A graph is kept for as long as its id is looked for, so that no other graph gets it.
+        # References keep the ids of graphs valid.
         self._graphs: dict[int, Graph] = {}
 
     def note(self, call: Node, reason: Reason) -> None:
-        """Note a call in ATen dialect, and why it is left out."""
+        """Note a call in ATen dialect, and why it is excluded."""
         self._reasons[call.name, id(call.graph)] = reason
         self._graphs[id(call.graph)] = call.graph
 
@@ -180,7 +182,7 @@ class LeftOut:
 
 
 def _sources(node: Node) -> Iterator[NodeSource]:
-    """Yield the nodes of earlier graphs that a node was made of, the latest first."""
+    """Yield the nodes of earlier graphs that a node was derived from, latest first."""
     pending: list[NodeSource] = list(node.meta.get("from_node") or ())
     while pending:
         source = pending.pop()
@@ -192,13 +194,13 @@ _REMOVE = "Remove it from the list"
 _ADD = "Add it to the list"
 
 
-def _kept_out(text: str, remedy: str) -> Reason:
+def _excluded(text: str, remedy: str) -> Reason:
     return Reason(ReasonCode.SKIPPED, text, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """All filters of one partitioner, in the order in which they are asked."""
+    """All filters of one partitioner, in the order of their application."""
 
     filters: tuple[NodeFilter, ...]
 
@@ -215,33 +217,33 @@ class Filters:
         """Return the filters for a partitioner's options.
 
         Raises:
-            OptionError: An unknown op name, or a value that is no module pattern.
+            OptionError: An unknown op name, or an invalid module pattern.
         """
-        chosen: list[NodeFilter] = [Marked()]
-        for ops, option, by_op in (
+        filters: list[NodeFilter] = [Marked()]
+        for ops, option, op_filter in (
             (skip_ops, "skip_ops_for_coreml_delegation", SkippedOps),
             (only_ops, "only_ops", OnlyOps),
         ):
             if ops is not None:
                 names = normalize_op_names(ops, option)
-                chosen.append(by_op(names, option))
-        for modules, option, by_module in (
+                filters.append(op_filter(names, option))
+        for modules, option, module_filter in (
             (skip_modules, "skip_modules", SkippedModules),
             (only_modules, "only_modules", OnlyModules),
         ):
             if modules is not None:
                 patterns = tuple(ModulePattern.of(m, option) for m in modules)
-                chosen.append(by_module(patterns, option))
+                filters.append(module_filter(patterns, option))
         if node_filter is not None:
-            chosen.append(Predicate(node_filter, "node_filter"))
-        return cls(tuple(chosen))
+            filters.append(Predicate(node_filter, "node_filter"))
+        return cls(tuple(filters))
 
-    def beside(self, left_out: LeftOut) -> Filters:
-        """Return these filters, and one that keeps out the parts of calls left out before."""
-        return Filters((*self.filters, left_out))
+    def with_filter(self, node_filter: ExcludedCalls) -> Filters:
+        """Return these filters with a further filter."""
+        return Filters((*self.filters, node_filter))
 
     def refusal(self, node: Node) -> Reason | None:
-        """Return why the user keeps a call out, or None."""
+        """Return why the user excludes a call, or None."""
         if is_part(node):
             return None
         calls = (node, *_quantized_calls(node))
@@ -249,13 +251,13 @@ class Filters:
         return next((reason for reason in reasons if reason is not None), None)
 
     def check_patterns(self, modules: Collection[Scope]) -> None:
-        """Check that every pattern names a module.
+        """Check that every pattern matches a module.
 
         Args:
-            modules: Those of the programs shown so far.
+            modules: The modules of the programs so far.
 
         Raises:
-            OptionError: A pattern names none; the error has near matches.
+            OptionError: A pattern matches no module; the error has near matches.
         """
         for condition in self.filters:
             if isinstance(condition, SkippedModules | OnlyModules):
@@ -265,16 +267,16 @@ class Filters:
 
 
 def _quantized_calls(node: Node) -> Iterator[Node]:
-    """Yield the calls of whose arguments or result a node makes integers, or floats again.
+    """Yield the calls whose arguments or result a node quantizes or dequantizes.
 
-    Backends take these together: a quantized call that is left out keeps its integers.
+    Backends take these nodes together: an excluded quantized call keeps its integers.
     """
     makes_integers = target_name(node.target) == QUANTIZE
-    around = node.all_input_nodes if makes_integers else []
+    neighbours = node.all_input_nodes if makes_integers else []
     for call in (node, *node.users) if makes_integers else (node,):
         if target_name(call.target) in DEQUANTIZE:
-            around += call.users
-    yield from (whole_call(call) for call in around if call.op == "call_function")
+            neighbours += call.users
+    yield from (owning_call(call) for call in neighbours if call.op == "call_function")
 
 
 def _unknown_module(option: str, pattern: ModulePattern, modules: Collection[Scope]) -> OptionError:
@@ -287,68 +289,68 @@ def _unknown_module(option: str, pattern: ModulePattern, modules: Collection[Sco
 
 
 def _names(scopes: Iterable[Scope]) -> list[str]:
-    found = {scope.path for scope in scopes} | {scope.class_name for scope in scopes}
-    found |= {scope.class_name.rpartition(".")[2] for scope in scopes}
-    return sorted(found - {""})
+    names = {scope.path for scope in scopes} | {scope.class_name for scope in scopes}
+    names |= {scope.class_name.rpartition(".")[2] for scope in scopes}
+    return sorted(names - {""})
 
 
-# Names of operators, as users write them
+# Operator names
 
 
 def normalize_op_names(names: Iterable[str], option: str) -> frozenset[str]:
-    """Check the op names that a user gives, and bring them to one form.
+    """Check and normalize the op names of an option.
 
     Args:
         names: Any of ``aten.add.Tensor``, ``aten::add.Tensor``, ``add.Tensor``, ``aten.add`` (every
-            overload) and ``add``; upper and lower case alike.
-        option: The option they are given to, for the message.
+            overload) and ``add``; case does not matter.
+        option: Name of the option, for the message.
 
     Returns:
-        Lower-case names, each of them among the ``spellings`` of the calls that it means.
+        Lower-case names, as in the ``spellings`` of the matching calls.
 
     Raises:
-        OptionError: A name that no operator has; the error has near matches.
+        OptionError: A name matches no operator; the error has near matches.
     """
     return frozenset(_normalize_op_name(name, option) for name in names)
 
 
 def spellings(node: Node) -> frozenset[str]:
-    """Return every name, in lower case, by which a user may mean the op of a call.
+    """Return all lower-case names that match the op of a call.
 
-    The name of a view stands for its copying variant too, which ExecuTorch puts in its place.
+    The name of a view also matches its ``_copy`` variant, with which ExecuTorch replaces it.
     """
     return _spellings(target_name(node.target).lower())
 
 
 @functools.cache
 def _spellings(full: str) -> frozenset[str]:
-    namespace, _, rest = full.partition(".")
-    op, _, overload = rest.partition(".")
-    found = {full, rest, op, f"{namespace}.{op}"}
+    namespace, _, qualified = full.partition(".")
+    op, _, overload = qualified.partition(".")
+    names = {full, qualified, op, f"{namespace}.{op}"}
     if op.endswith("_copy"):
         view = op.removesuffix("_copy")
-        found |= {f"{namespace}.{view}.{overload}", f"{view}.{overload}"}
-        found |= {view, f"{namespace}.{view}"}
-    return frozenset(found)
+        names |= {f"{namespace}.{view}.{overload}", f"{view}.{overload}"}
+        names |= {view, f"{namespace}.{view}"}
+    return frozenset(names)
 
 
 def _normalize_op_name(name: str, option: str) -> str:
     dotted = name.strip().replace("::", ".").lower()
-    namespace, _, rest = dotted.partition(".")
+    namespace, _, qualified = dotted.partition(".")
     if namespace not in NAMESPACES:
-        namespace, rest = "aten", dotted
-    op, _, overload = rest.partition(".")
-    known = _overloads_of(namespace)
-    if op not in known:
-        raise _unknown_op(option, "operator", name, op, known)
-    if overload and overload not in known[op]:
-        raise _unknown_op(option, "overload", name, overload, known[op])
+        namespace, qualified = "aten", dotted
+    op, _, overload = qualified.partition(".")
+    overloads = _overloads_of(namespace)
+    if op not in overloads:
+        raise _unknown_op(option, "operator", name, op, overloads)
+    if overload and overload not in overloads[op]:
+        raise _unknown_op(option, "overload", name, overload, overloads[op])
     return dotted
 
 
-def _unknown_op(option: str, kind: str, name: str, part: str, known: Iterable[str]) -> OptionError:
-    candidates = sorted(known)
-    few = len(candidates) <= _FEW
+def _unknown_op(option: str, kind: str, name: str, part: str, names: Iterable[str]) -> OptionError:
+    candidates = sorted(names)
+    few = len(candidates) <= _MAX_LISTED
     otherwise = f"perhaps {', '.join(candidates)}" if few else f"an {kind} PyTorch has"
     return OptionError(
         f"{option} names an unknown {kind}",
@@ -359,10 +361,10 @@ def _unknown_op(option: str, kind: str, name: str, part: str, known: Iterable[st
 
 def _overloads_of(namespace: str) -> Mapping[str, set[str]]:
     """Return the operators of a namespace with their overloads, all in lower case."""
-    found: dict[str, set[str]] = {}
+    overloads: dict[str, set[str]] = {}
     schemas: Any = torch._C._jit_get_all_schemas()  # pyright: ignore[reportPrivateUsage]
     for schema in schemas:
         prefix, _, op = schema.name.partition("::")
         if prefix == namespace:
-            found.setdefault(op.lower(), set()).add(schema.overload_name.lower() or "default")
-    return found
+            overloads.setdefault(op.lower(), set()).add(schema.overload_name.lower() or "default")
+    return overloads

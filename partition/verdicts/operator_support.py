@@ -36,82 +36,82 @@ def refused_calls(
     constants_inside: bool,
     enumerated: EnumeratedShapes | None = None,
 ) -> dict[Node, Reason]:
-    """Return the calls of a program that are not delegated, each with the reason.
+    """Return the undelegated calls of a program, each with the reason.
 
     Args:
         program: In ATen or edge dialect.
         target: Opset of the deployment target, or None.
-        filters: The user's; their reasons come before those of Core ML.
-        wide: Integers that Core ML cannot hold, as far as they are known.
+        filters: The user's filters; their reasons take precedence.
+        wide: Integers beyond int32, as far as they are known.
         values: Real values of parameters and buffers by name, as far as they are at hand.
-        constants_inside: Whether Core ML is given the program's constants.
-        enumerated: The shapes that the program's inputs are to have, or None.
+        constants_inside: Whether the Core ML model has the program's constants.
+        enumerated: The enumerated shapes of the program's inputs, or None.
 
     Raises:
         OptionError: The enumerated shapes are of another program.
     """
-    unfit = _calls_of_open_size(program, enumerated) | wide.obstacles(program, values)
+    reasons = _undetermined_calls(program, enumerated) | wide.obstacles(program, values)
     refused = obstacles_in(
         program,
         target,
         constants_inside=constants_inside,
-        veto=lambda node: filters.refusal(node) or unfit.get(node),
+        veto=lambda node: filters.refusal(node) or reasons.get(node),
     )
     return {node: _with_note(node, reason) for node, reason in refused.items()}
 
 
 def _with_note(node: Node, reason: Reason) -> Reason:
-    """Return a reason with that for which a call on constants is not folded."""
+    """Append the note why a call on constants is not folded, if any."""
     note = (node.meta.get("custom") or {}).get(NOT_FOLDED)
     return reason if note is None else replace(reason, text=f"{reason.text}; {note}")
 
 
-def refused_apart(
+def refused_one_by_one(
     calls: Sequence[Node], program: ExportedProgram, target: Opset | None
 ) -> set[Node]:
-    """Return the calls on constants that Core ML does not take, whole or decomposed.
+    """Return the calls on constants that Core ML does not take, neither whole nor decomposed.
 
     Args:
-        calls: Calls of a program in ATen dialect, each judged by itself; half precision as fp32.
-        program: It is left as it is.
+        calls: Calls of a program in ATen dialect, judged one by one; half precision as fp32.
+        program: It is not changed.
         target: Opset of the deployment target, or None.
     """
     signatures = {call: signature_of(call, {}, target) for call in calls}
-    new = {sign: call for call, sign in signatures.items() if sign not in _REFUSED_APART}
+    new = {signature: call for call, signature in signatures.items() if signature not in _REFUSED}
     if new:
-        refused = _judge_apart(list(new.values()), program, target)
-        _REFUSED_APART.update({sign: call in refused for sign, call in new.items()})
-    return {call for call, sign in signatures.items() if _REFUSED_APART[sign]}
+        refused = _judge_one_by_one(list(new.values()), program, target)
+        _REFUSED.update({signature: call in refused for signature, call in new.items()})
+    return {call for call, signature in signatures.items() if _REFUSED[signature]}
 
 
-_REFUSED_APART: dict[str, bool] = {}
-"""Whether Core ML does not take a call on constants, by its signature; for this process."""
+_REFUSED: dict[str, bool] = {}
+"""Whether Core ML refuses a call on constants, by signature; a cache of the process."""
 
 
-def _judge_apart(
+def _judge_one_by_one(
     calls: Sequence[Node], program: ExportedProgram, target: Opset | None
 ) -> set[Node]:
-    apart, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
-    results = [call_of(originals[str(name)]) for name in apart.graph_signature.user_outputs]
-    apart = promote_half_to_fp32(apart)
+    subprogram, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
+    results = [call_of(originals[str(name)]) for name in subprogram.graph_signature.user_outputs]
+    subprogram = promote_half_to_fp32(subprogram)
     table = default_decompositions()
-    refused = _obstacles_on_constants(apart, target)
-    for node in apart.graph.nodes:
+    refused = _obstacles_on_constants(subprogram, target)
+    for node in subprogram.graph.nodes:
         record = record_of(target_name(node.target)) if node.op == "call_function" else None
         if record is not None and record.preserve and node not in refused:
             table.pop(node.target, None)
-    apart = apart.run_decompositions(table)
-    blamed = _obstacles_on_constants(apart, target)
-    for node in apart.graph.nodes:
-        if not blamed.isdisjoint(node.all_input_nodes):
-            blamed.add(node)
-    outputs: Any = apart.graph.output_node().args[0]
+    subprogram = subprogram.run_decompositions(table)
+    refused_nodes = _obstacles_on_constants(subprogram, target)
+    for node in subprogram.graph.nodes:
+        if not refused_nodes.isdisjoint(node.all_input_nodes):
+            refused_nodes.add(node)
+    outputs: Any = subprogram.graph.output_node().args[0]
     last = outputs[len(outputs) - len(results) :]  # effect tokens come first
-    return {call for call, output in zip(results, last, strict=True) if output in blamed}
+    return {call for call, output in zip(results, last, strict=True) if output in refused_nodes}
 
 
 def _obstacles_on_constants(program: ExportedProgram, target: Opset | None) -> set[Node]:
-    """Return the calls of a program whose inputs count as constants that Core ML refuses."""
+    """Return the calls that Core ML refuses if all inputs of the program are constants."""
     constants = frozenset(program.graph.find_nodes(op="placeholder"))
     return {
         node
@@ -123,31 +123,31 @@ def _obstacles_on_constants(program: ExportedProgram, target: Opset | None) -> s
 
 
 def _promotes(node: Node) -> bool:
-    """Return whether a call casts from or to half precision, at the boundary of a program."""
+    """Return whether a call casts from or to half precision."""
     values = (node, *node.all_input_nodes)
     dtypes = {tensor.dtype for value in values for tensor in tensors_of(value.meta.get("val"))}
     return target_name(node.target) in CASTS and not NARROW.isdisjoint(dtypes)
 
 
-def _calls_of_open_size(
+def _undetermined_calls(
     program: ExportedProgram, enumerated: EnumeratedShapes | None
 ) -> dict[Node, Reason]:
-    """Return the calls with an argument or a result whose size the enumerated shapes leave open."""
+    """Return the calls with an argument or result of a size that no enumerated shape determines."""
     if enumerated is None:
         return {}
     _check_inputs(program, enumerated)
-    found: dict[Node, Reason] = {}
+    reasons: dict[Node, Reason] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         for value in (*node.all_input_nodes, node):
-            open_sizes = (undetermined(t, enumerated) for t in tensors_of(value.meta.get("val")))
-            size = next((size for size in open_sizes if size is not None), None)
+            sizes = (undetermined(t, enumerated) for t in tensors_of(value.meta.get("val")))
+            size = next((size for size in sizes if size is not None), None)
             if size is not None:
                 text = f"size {size} of {value.name!r} does not follow from the enumerated shapes"
-                found[node] = Reason(ReasonCode.SYMBOLIC, text)
+                reasons[node] = Reason(ReasonCode.SYMBOLIC, text)
                 break
-    return found
+    return reasons
 
 
 def _check_inputs(program: ExportedProgram, enumerated: EnumeratedShapes) -> None:
@@ -157,7 +157,7 @@ def _check_inputs(program: ExportedProgram, enumerated: EnumeratedShapes) -> Non
     for entry in () if fixed else enumerated.inputs:
         expected = [str(getattr(size, "expression", size)) for size in entry.sizes]
         for name in entry.names:
-            # Where a graph is rebuilt, torch renames an input called like a Python builtin.
+            # Copying a graph renames inputs with names of Python builtins.
             tensor = tensors.get(name, tensors.get(f"{name}_1"))
             got = None if tensor is None else [str(size) for size in tensor.shape]
             if got != expected:

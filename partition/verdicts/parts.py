@@ -1,4 +1,4 @@
-"""Parts of calls: nodes that go wherever the call goes whose result they take."""
+"""Parts of calls: nodes that stay in the partition of the call that they belong to."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from coreml_delegate.ops.sizes import is_check
 
 
 def is_part(node: Node) -> bool:
-    """Return whether a node goes where the call goes whose result it takes.
+    """Return whether a node belongs to the call whose result it takes.
 
-    It takes one of several results, makes floats of integers that leave no partition, or checks a
-    number that leaves none.
+    It is a ``getitem``, dequantizes integers that cannot leave a partition, or checks a number that
+    cannot leave a partition.
     """
     if node.op != "call_function":
         return False
@@ -27,19 +27,19 @@ def is_part(node: Node) -> bool:
     return isinstance(source, Node) and source.op == "call_function"
 
 
-def whole_call(node: Node) -> Node:
-    """Return the call that a node is a part of, directly or by other parts; else the node."""
+def owning_call(node: Node) -> Node:
+    """Return the call that a part, perhaps of a part, belongs to; other nodes unchanged."""
     while is_part(node) and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def refuse_results(refused: Mapping[Node, Reason]) -> dict[Node, Reason]:
-    """Return the refused calls with those that cannot be delegated without them.
+    """Return the refused calls and the calls that cannot be delegated without them.
 
-    These take one of several results, or share a tensor that may not cross a boundary.
+    The latter are ``getitem`` calls, or share a tensor that cannot cross a boundary.
     """
-    found = {
+    reasons = {
         **refused,
         **{
             user: part_of(call, reason)
@@ -49,4 +49,4 @@ def refuse_results(refused: Mapping[Node, Reason]) -> dict[Node, Reason]:
         },
     }
     graph = next((node.graph for node in refused), None)
-    return found if graph is None else found | boundary_obstacles(graph, found)
+    return reasons if graph is None else reasons | boundary_obstacles(graph, reasons)

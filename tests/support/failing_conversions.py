@@ -17,7 +17,7 @@ MESSAGE = "made to fail"
 def fresh_trials(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Start without verdicts of trials, and cache new verdicts in ``folder``."""
     monkeypatch.setenv("COREML_DELEGATE_CACHE", str(folder))
-    monkeypatch.setattr(trial.TRIALS, "known", {})
+    monkeypatch.setattr(trial.TRIALS, "cached", {})
     monkeypatch.setattr(trial.TRIALS, "loaded_from", None)
 
 

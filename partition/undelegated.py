@@ -123,7 +123,7 @@ def _decompose(
     program: ExportedProgram,
     lower: Callable[[ExportedProgram], ExportedProgram],
 ) -> None:
-    subprogram, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
+    subprogram, originals = program_of(calls, program, constants={}, separate=True, to_aten=True)
     arguments = _arguments(subprogram, originals)
     results = [originals[str(name)] for name in subprogram.graph_signature.user_outputs]
     lowered = lower(subprogram)

@@ -205,7 +205,7 @@ class ConversionProof:
 def _can_be_translated_alone(call: Node) -> bool:
     name = target_name(call.target)
     record = record_of(name)
-    return name != GETITEM and (record is None or record.alone)
+    return name != GETITEM and (record is None or record.standalone)
 
 
 def _error_of(

@@ -37,7 +37,7 @@ def program_of(
     owner: ExportedProgram,
     *,
     constants: Mapping[Node, torch.Tensor],
-    apart: bool = False,
+    separate: bool = False,
     to_aten: bool = False,
 ) -> tuple[ExportedProgram, dict[str, Node]]:
     """Return a program of only ``calls``.
@@ -47,13 +47,13 @@ def program_of(
             results are added.
         owner: The program that has the calls.
         constants: Value of every placeholder that is a constant of ``owner``.
-        apart: Give every call separate inputs, so that no call depends on another.
+        separate: Give every call separate inputs, so that no call depends on another.
         to_aten: Return a program in ATen dialect, for any dialect of ``owner``.
 
     Returns:
         The program, and the original of every call in it, by the name of the copy.
     """
-    builder = _Builder(constants, apart=apart, to_aten=to_aten)
+    builder = _Builder(constants, separate=separate, to_aten=to_aten)
     calls_and_parts = _with_parts(calls)
     builder.placeholders(calls_and_parts)
     for node in calls_and_parts:
@@ -102,12 +102,12 @@ class _Builder:
     """Builds the graph of one program; ``_copies`` maps nodes of the owner to its nodes."""
 
     def __init__(
-        self, constants: Mapping[Node, torch.Tensor], *, apart: bool, to_aten: bool
+        self, constants: Mapping[Node, torch.Tensor], *, separate: bool, to_aten: bool
     ) -> None:
         self.graph = Graph()
         self.originals: dict[str, Node] = {}
         self._constants = constants
-        self._apart = apart
+        self._separate = separate
         self._to_aten = to_aten
         self._values: dict[str, Any] = {}
         self._inputs: list[InputSpec] = []
@@ -144,7 +144,7 @@ class _Builder:
             self._copies[node]
             for node in calls
             if isinstance(node.meta.get("val"), torch.Tensor)
-            and (self._apart or not node.users or any(u not in inside for u in node.users))
+            and (self._separate or not node.users or any(u not in inside for u in node.users))
         ]
         self.graph.output(tuple(results))
         self._outputs = [
@@ -172,10 +172,10 @@ class _Builder:
     def _is_inside(self, argument: Node, user: Node, inside: Collection[Node]) -> bool:
         # Items of a result, and sizes, belong to their call even if calls are separate.
         is_inseparable = target_name(user.target) == GETITEM or is_size(argument)
-        return argument in inside and (not self._apart or is_inseparable)
+        return argument in inside and (not self._separate or is_inseparable)
 
     def _key(self, argument: Node, user: Node) -> Node | tuple[Node, Node]:
-        return (argument, user) if self._apart else argument
+        return (argument, user) if self._separate else argument
 
     def _copy_for(self, argument: Node, user: Node) -> Node:
         copied = self._copies.get(self._key(argument, user))

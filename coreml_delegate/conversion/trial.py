@@ -78,7 +78,9 @@ class Trials:
         if new:
             new_verdicts = _Trial(program, constants, target).run(list(new.values()))
             self.cached.update((key, new_verdicts[call]) for key, call in new.items())
-            logger.debug("tried %d signatures, %d failed", len(new), _failed(new_verdicts.values()))
+            logger.debug(
+                "tried %d signatures, %d failed", len(new), _count_failed(new_verdicts.values())
+            )
             self._save()
         return {call: self.cached[key] for call, key in keys.items()}
 
@@ -117,7 +119,7 @@ def reason_of(call: Node, verdict: Verdict) -> Reason:
     )
 
 
-def _failed(verdicts: Iterable[Verdict]) -> int:
+def _count_failed(verdicts: Iterable[Verdict]) -> int:
     return sum(verdict.since is None for verdict in verdicts)
 
 
@@ -162,7 +164,7 @@ class _Trial:
         blamed: Node | None = None
         try:
             program, originals = program_of(
-                calls, self.program, constants=self.constants, apart=True
+                calls, self.program, constants=self.constants, separate=True
             )
             prepare(program)
             try:

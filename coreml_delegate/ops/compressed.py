@@ -159,7 +159,7 @@ RECORDS = (
         constraints=(*_CONSTANTS, rank_between("input", 1, MAX_RANK), _range_fits, _scales_fit),
         since=Opset.iOS16,
         demand=_demand_of_integers,
-        alone=False,
+        standalone=False,
         rewrite=_shift_scale,
     ),
     OpRecord(
@@ -173,7 +173,7 @@ RECORDS = (
         # The codebook has two more dimensions than the weight: table entries and vector elements.
         max_rank=MAX_RANK + 2,
         since=Opset.iOS18,
-        alone=False,
+        standalone=False,
         rewrite=_look_up,
     ),
 )

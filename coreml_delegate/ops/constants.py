@@ -47,7 +47,7 @@ NO_INPUTS: Inputs = MappingProxyType({})
 
 def stored_nodes(program: ExportedProgram) -> frozenset[Node]:
     """Return the placeholders of stored constants."""
-    return frozenset(node for node, _ in _stored(program))
+    return frozenset(node for node, _ in _stored_placeholders(program))
 
 
 def stored_constants(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.Tensor | None]]:
@@ -55,7 +55,7 @@ def stored_constants(program: ExportedProgram) -> Iterator[tuple[Node, str, torc
 
     The value may be a fake tensor; it is None where the program does not have it.
     """
-    for node, key in _stored(program):
+    for node, key in _stored_placeholders(program):
         yield node, key, state_value(program, key)
 
 
@@ -74,7 +74,7 @@ def state_value(program: ExportedProgram, key: str) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _stored(program: ExportedProgram) -> Iterator[tuple[Node, str]]:
+def _stored_placeholders(program: ExportedProgram) -> Iterator[tuple[Node, str]]:
     signature = program.graph_signature
     lifted = {
         **signature.inputs_to_parameters,
@@ -189,7 +189,7 @@ def narrow_constants(program: ExportedProgram) -> dict[Node, Reason]:
     this storage is meant, are not refused.
     """
     reasons: dict[Node, Reason] = {}
-    for node, _ in _stored(program):
+    for node, _ in _stored_placeholders(program):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.dtype in NARROW:
             dtype = str(value.dtype).removeprefix("torch.")

@@ -118,7 +118,7 @@ def promote(*names: str) -> Rewrite:
     return rewrite
 
 
-def filled(node: Node, like: Node, value: Any) -> Node:
+def fill_like(node: Node, like: Node, value: Any) -> Node:
     """Return ``value`` if it is a node, else a tensor like ``like`` that is full of it."""
     return value if isinstance(value, Node) else insert(node, ATEN.full_like.default, like, value)
 

@@ -27,7 +27,7 @@ from coreml_delegate.ops.edits import (
     arguments_of,
     become,
     cast,
-    filled,
+    fill_like,
     insert,
     number,
     positional,
@@ -158,13 +158,13 @@ def _may_be_ones(divisor: Any) -> bool:
 def _become_integer_quotient(node: Node, x: Node, y: Any, mode: str) -> None:
     """Divide integers as integers: fp32 does not represent all of them."""
     if mode == "floor":
-        become(node, floor_divide(), x, filled(node, x, y))
+        become(node, floor_divide(), x, fill_like(node, x, y))
         return
     magnitude, sign = insert(node, ATEN.abs.default, x), insert(node, ATEN.sign.default, x)
     if isinstance(y, Node):
         divisor, sign_of_y = insert(node, ATEN.abs.default, y), insert(node, ATEN.sign.default, y)
     else:
-        divisor, sign_of_y = filled(node, x, abs(y)), 1 if y > 0 else -1
+        divisor, sign_of_y = fill_like(node, x, abs(y)), 1 if y > 0 else -1
     quotient = insert(node, floor_divide(), magnitude, divisor)
     become(node, ATEN.mul.Tensor, quotient, insert(node, ATEN.mul.Tensor, sign, sign_of_y))
 
@@ -314,7 +314,7 @@ def _bool_as(logic: Any, rewrite: Rewrite) -> Rewrite:
         arguments = arguments_of(node)
         operands = [arguments["self"], arguments["other"]]
         like = next(operand for operand in operands if isinstance(operand, Node))
-        become(node, logic, *(filled(node, like, operand) for operand in operands))
+        become(node, logic, *(fill_like(node, like, operand) for operand in operands))
 
     return rewritten
 

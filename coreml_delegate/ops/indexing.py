@@ -149,7 +149,7 @@ def _scatter(node: Node) -> None:
     if "src" in arguments:
         source = _crop(node, arguments["src"], sizes, None)
     else:
-        source = _filled(node, index, arguments["value"])
+        source = _fill_like(node, index, arguments["value"])
     parts = [data]
     cuts: list[tuple[int, int]] = []
     for d, size in enumerate(sizes):
@@ -176,7 +176,7 @@ class _Scatter(NamedTuple):
     source: Node
 
 
-def _filled(node: Node, index: Node, value: Any) -> Node:
+def _fill_like(node: Node, index: Node, value: Any) -> Node:
     """Return ``value`` in the shape of ``index``; coremltools fails to for dynamic sizes."""
     dtype = value_of(node).dtype
     return insert(node, ATEN.full_like.default, index, number(value, dtype), dtype=dtype)
@@ -200,7 +200,7 @@ def _scatter_call(node: Node, scatter: _Scatter) -> tuple[Any, ...]:
 
 def _overwrite_indexed(node: Node, scatter: _Scatter, identity: int | None) -> _Scatter:
     """Overwrite indexed elements with the identity, or with one of their sources if it is None."""
-    source = scatter.source if identity is None else _filled(node, scatter.indices, identity)
+    source = scatter.source if identity is None else _fill_like(node, scatter.indices, identity)
     data = insert(node, ATEN.scatter.src, *scatter[:3], source)
     return scatter._replace(data=data)
 
@@ -419,13 +419,13 @@ RECORDS = (
         constraints=(argument_is("sparse", False),),
         quantization=Quantization((Pattern("embedding", weight="weight", output=Output.FLOAT),)),
     ),
-    # Not alone: the offsets are known only if another call computes them.
+    # Not standalone: the offsets are known only if another call computes them.
     *(
         _op(
             f"aten.{name}.default",
             dtypes={"": FLOAT, "indices": INTEGER, "offsets": INTEGER},
             constraints=(only_result_used(0), _EQUAL_BAGS, _UNPADDED_MAXIMUM),
-            alone=False,
+            standalone=False,
             rewrite=_embedding_bag,
         )
         for name in ("_embedding_bag", "_embedding_bag_forward_only")

@@ -220,7 +220,7 @@ class _Operands:
             return self.ranges[value]
         traced = value.meta.get("val")
         if isinstance(traced, torch.Tensor):
-            return _of_dtype(traced.dtype)
+            return _dtype_range(traced.dtype)
         return _size_range(traced, self.sizes)
 
     def first(self) -> Interval:
@@ -267,7 +267,7 @@ def _arange(o: _Operands) -> Interval:
     return UNKNOWN
 
 
-def _clamped(o: _Operands) -> Interval:
+def _clamp(o: _Operands) -> Interval:
     bounded = o.of("self")
     if o["min"] is not None:
         bounded = bounded.maximum(o.of("min"))
@@ -343,9 +343,9 @@ _TRANSFERS: Mapping[str, _Transfer] = {
     "argmin": _position(),
     "bitwise_and": lambda o: o.of("self").bitwise_and(o.of("other")),
     "cat": _values_of("tensors"),
-    "clamp": _clamped,
-    "clamp_max": _clamped,
-    "clamp_min": _clamped,
+    "clamp": _clamp,
+    "clamp_max": _clamp,
+    "clamp_min": _clamp,
     "constant_pad_nd": _values_of("self", "value"),
     "copy": _values_of("src"),
     "cumsum": _running_sum,
@@ -386,7 +386,7 @@ _TRANSFERS: Mapping[str, _Transfer] = {
 """Bounds of a call's integers, by the op's name without namespace, overload and ``_copy``."""
 
 
-def _of_dtype(dtype: torch.dtype) -> Interval:
+def _dtype_range(dtype: torch.dtype) -> Interval:
     """Range of bool and integers of 8 or 16 bits; unknown for wider dtypes."""
     if dtype is torch.bool:
         return Interval(0, 1)
@@ -407,7 +407,7 @@ def _range_of(operands: _Operands) -> Interval:
         return UNKNOWN
     transfer = _transfer_of(node)
     if dtype is torch.bool or transfer is None:
-        return _of_dtype(dtype)
+        return _dtype_range(dtype)
     return _cast(transfer(operands), dtype)
 
 
@@ -427,4 +427,4 @@ def _cast(values: Interval, dtype: torch.dtype) -> Interval:
         return values
     if dtype is torch.int64 and values.is_known:
         return Interval(limits.min, limits.max)
-    return values if dtype is torch.int64 else _of_dtype(dtype)
+    return values if dtype is torch.int64 else _dtype_range(dtype)

@@ -71,7 +71,7 @@ class Interval:
         return base._at_corners(Interval.point(exponent), operator.pow)
 
     def __floordiv__(self, other: Interval) -> Interval:
-        return self._divided(other, operator.floordiv)
+        return self._divide(other, operator.floordiv)
 
     def __mod__(self, other: Interval) -> Interval:
         """Bounds of the remainder that has the sign of the divisor."""
@@ -83,7 +83,7 @@ class Interval:
 
     def truncated_divide(self, other: Interval) -> Interval:
         """Bounds of the quotient, rounded towards zero."""
-        return self._divided(other, lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1))
+        return self._divide(other, lambda a, b: abs(a) // abs(b) * (1 if a * b >= 0 else -1))
 
     def truncated_modulo(self, other: Interval) -> Interval:
         """Bounds of the remainder that has the sign of the dividend."""
@@ -112,7 +112,7 @@ class Interval:
         positive = [i for i in (self, other) if i.low is not None and i.low >= 0]
         return reduce(Interval.minimum, positive, Interval(0)) if positive else UNKNOWN
 
-    def _divided(self, other: Interval, divide: Callable[[int, int], int]) -> Interval:
+    def _divide(self, other: Interval, divide: Callable[[int, int], int]) -> Interval:
         if not other.contains(0):
             return self._at_corners(other, divide)
         # The magnitude of a quotient of integers is at most that of the dividend.

@@ -66,7 +66,7 @@ class _Scaled:
         adjugate = insert(node, ATEN.view_copy.default, adjugate, sizes)
         row = insert(node, ATEN.slice_copy.Tensor, x, -2, 0, 1, 1)
         column = insert(node, ATEN.slice_copy.Tensor, adjugate, -1, 0, 1, 1)
-        products = insert(node, ATEN.mul.Tensor, row, _transposed(node, column))
+        products = insert(node, ATEN.mul.Tensor, row, _transpose(node, column))
         determinant = insert(node, ATEN.sum.dim_IntList, products, [-1], True)
         return cls(adjugate, determinant, rows, columns)
 
@@ -78,7 +78,7 @@ def _magnitudes(node: Node, x: Node, dim: int) -> Node:
     return insert(node, ATEN.add.Tensor, maximum, cast(node, is_zero, value_of(x).dtype))
 
 
-def _transposed(node: Node, x: Node) -> Node:
+def _transpose(node: Node, x: Node) -> Node:
     rank = value_of(x).dim()
     return insert(node, ATEN.permute_copy.default, x, [*range(rank - 2), rank - 1, rank - 2])
 
@@ -170,7 +170,7 @@ def _division_call(
 ) -> tuple[Any, ...]:
     """Return target and arguments of the call that solves for, or inverts, ``matrix``."""
     scaled = _Scaled.of(node, matrix)
-    rows, columns = (_transposed(node, factors) for factors in (scaled.rows, scaled.columns))
+    rows, columns = (_transpose(node, factors) for factors in (scaled.rows, scaled.columns))
     factors_of_result = columns if from_left else rows
     if right_hand is None:
         product = insert(node, ATEN.div.Tensor, scaled.adjugate, rows)

@@ -15,7 +15,7 @@ from coreml_delegate.ops.edits import (
     arguments_of,
     become,
     cast,
-    filled,
+    fill_like,
     insert,
     number,
     shape_of,
@@ -47,7 +47,7 @@ def _bitwise_with_number(name: str, logic: Any) -> Rewrite:
         arguments, dtype = arguments_of(node), value_of(node).dtype
         x, c = cast(node, arguments["self"], dtype), arguments["other"]
         if dtype is torch.bool:
-            become(node, logic, x, filled(node, x, c))
+            become(node, logic, x, fill_like(node, x, c))
             return
         c = int(c)
         common, outside = (_masked_bits(node, x, bits) for bits in (c, ~c))

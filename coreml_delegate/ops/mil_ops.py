@@ -160,7 +160,7 @@ def _register_translations() -> None:
     def coreml_delegate_shift_scale(context: Any, node: Any) -> None:
         data, scale, offset, blocks, low, high = (_value(context, name) for name in node.inputs)
         value_range = int(low), int(high)
-        context.add(_shift_scaled(builder, data, scale, offset, blocks, value_range, node.name))
+        context.add(_emit_shift_scale(builder, data, scale, offset, blocks, value_range, node.name))
 
     def coreml_delegate_look_up(context: Any, node: Any) -> None:
         indices, tables = (_value(context, name) for name in node.inputs)
@@ -191,7 +191,7 @@ def _register_translations() -> None:
         boxes, scores = (context[name] for name in node.inputs[:2])
         threshold, count, per_class = (_value(context, name) for name in node.inputs[2:])
         limits = float(threshold), int(count), bool(per_class)
-        context.add(_best_boxes(builder, boxes, scores, *limits), torch_name=node.name)
+        context.add(_emit_nms(builder, boxes, scores, *limits), torch_name=node.name)
 
     for translation, overload in (
         (coreml_delegate_floor_divide, ""),
@@ -262,7 +262,7 @@ def _layers(context: Any, node: Any) -> list[Any]:
     return [context[x], *(context[name] for name in names), stack]
 
 
-def _best_boxes(
+def _emit_nms(
     builder: Any,
     boxes: Any,
     scores: Any,
@@ -289,7 +289,7 @@ def _best_boxes(
     return builder.non_maximum_suppression(boxes=boxes, scores=scores, **options)[2]
 
 
-def _shift_scaled(
+def _emit_shift_scale(
     builder: Any,
     data: _Array,
     scale: _Array,

@@ -49,7 +49,7 @@ def _clips_to_dtype_range(call: OpCall) -> Reason | None:
 _QUANTIZES: tuple[Constraint, ...] = (_clips_to_dtype_range, rank_between("input", 1, MAX_RANK))
 
 
-def _used_inside(call: OpCall) -> Reason | None:
+def _is_dequantized_inside(call: OpCall) -> Reason | None:
     """Every use of the quantized result is a dequantize call that Core ML takes."""
     for user in call.node.users:
         dequantizes = target_name(user.target) in DEQUANTIZE
@@ -69,7 +69,7 @@ def _is_quantized_inside(call: OpCall) -> Reason | None:
         text = f"{source.name!r} is neither a constant nor quantized in the program"
         return Reason(ReasonCode.ARGUMENT, text)
     call_of_quantize = OpCall.of(source, call.constants)
-    for check in (*_QUANTIZES, _used_inside):
+    for check in (*_QUANTIZES, _is_dequantized_inside):
         reason = check(call_of_quantize)
         if reason is not None:
             return Reason(reason.code, f"{source.name!r} is not quantized by Core ML: {reason}")
@@ -83,13 +83,13 @@ def _has_zero_points(call: OpCall) -> Reason | None:
 
 
 # For iOS16, coremltools casts zero points per channel to the type of the integers, which has no op.
-_op = partial(OpRecord, since=Opset.iOS17, preserve=False, alone=False)
+_op = partial(OpRecord, since=Opset.iOS17, preserve=False, standalone=False)
 
 RECORDS = (
     _op(
         QUANTIZE,
         results=INT8,
-        constraints=(*_QUANTIZES, _used_inside),
+        constraints=(*_QUANTIZES, _is_dequantized_inside),
     ),
     _op(
         _DEQUANTIZE,

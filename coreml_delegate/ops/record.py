@@ -74,8 +74,8 @@ class OpRecord:
         since: First opset that can express it.
         demand: Returns a newer opset that a call needs, and the feature that needs it; or None.
         preserve: Keep the op from ExecuTorch's decompositions, because Core ML has it as one.
-        alone: Whether a program may consist of one such call; False if its values cannot cross the
-            boundary of a partition.
+        standalone: Whether a program may consist of one such call; False if its values cannot cross
+            the boundary of a partition.
         rewrite: Turns a call into calls that coremltools translates rightly; None if it translates
             the call itself rightly.
         moves_data: The result has the unchanged elements of the first argument: coremltools may
@@ -95,7 +95,7 @@ class OpRecord:
     since: Opset = Opset.iOS15
     demand: Callable[[OpCall], tuple[Opset, str] | None] = lambda _: None
     preserve: bool = True
-    alone: bool = True
+    standalone: bool = True
     rewrite: Rewrite | None = None
     moves_data: bool = False
     score_role: ScoreRole = ScoreRole.NONE

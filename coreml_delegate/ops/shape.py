@@ -176,12 +176,12 @@ def _pad_by_concatenation(node: Node, x: Node, pads: list[int], fill: Any) -> No
         row = insert(node, ATEN.slice_copy.Tensor, x, dim, 0, 1, 1)
         # Coremltools takes the dtype from the number; ``F.pad`` makes a float of it.
         row = insert(node, ATEN.full_like.default, row, number_of(fill))
-        before, after = (_repeated(node, row, dim, width) for width in widths)
+        before, after = (_repeat_row(node, row, dim, width) for width in widths)
         x = insert(node, ATEN.cat.default, [*before, x, *after], dim)
     become(node, ATEN.clone.default, x)
 
 
-def _repeated(node: Node, row: Node, dim: int, width: int) -> list[Node]:
+def _repeat_row(node: Node, row: Node, dim: int, width: int) -> list[Node]:
     """Return ``width`` rows side by side as one node; an empty list for a width of 0."""
     repeats = [width if d == dim else 1 for d in range(value_of(row).dim())]
     return [insert(node, ATEN.repeat.default, row, repeats)] if width else []

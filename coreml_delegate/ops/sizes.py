@@ -43,7 +43,7 @@ def _drop(node: Node) -> None:
     node.graph.erase_node(node)
 
 
-_op = partial(OpRecord, preserve=False, alone=False, flops=nothing)
+_op = partial(OpRecord, preserve=False, standalone=False, flops=nothing)
 
 RECORDS = (
     _op("aten.sym_size.int", dtypes={"": ANY | BOUNDARY | NARROW}),

@@ -246,7 +246,7 @@ def _linear(call: PairCall) -> Pair:
     return call.combine(call.sum, result, call.pair("bias"))
 
 
-def _added_product(target: Any, *names: str) -> OnPairs:
+def _matmul_add(target: Any, *names: str) -> OnPairs:
     """Return ``beta * self + alpha * (a @ b)``."""
 
     def apply(call: PairCall) -> Pair:
@@ -364,8 +364,8 @@ _ROWS: tuple[tuple[str, OnPairs], ...] = (
     ("mv.default", _product("self", "vec")),
     ("dot.default", _product("self", "tensor")),
     ("linear.default", _linear),
-    ("addmm.default", _added_product(ATEN.mm.default, "mat1", "mat2")),
-    ("baddbmm.default", _added_product(ATEN.bmm.default, "batch1", "batch2")),
+    ("addmm.default", _matmul_add(ATEN.mm.default, "mat1", "mat2")),
+    ("baddbmm.default", _matmul_add(ATEN.bmm.default, "batch1", "batch2")),
     ("einsum.default", _einsum),
     ("_fft_r2c.default", fourier.real_to_complex),
     ("_fft_c2c.default", fourier.complex_to_complex),

@@ -65,7 +65,7 @@ class Marked:
         """See ``NodeFilter``."""
         if not (node.meta.get("custom") or {}).get(MARK):
             return None
-        return _excluded("marked by do_not_delegate", remedy="Do not mark it")
+        return _exclusion("marked by do_not_delegate", remedy="Do not mark it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class SkippedOps:
         """See ``NodeFilter``."""
         names = (target_name(node.target), *(str(source.target) for source in _sources(node)))
         name = next((name for name in names if _spellings(name.lower()) & self.names), None)
-        return None if name is None else _excluded(f"{name} is in {self.option}", _REMOVE)
+        return None if name is None else _exclusion(f"{name} is in {self.option}", _REMOVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class OnlyOps:
         """See ``NodeFilter``."""
         if spellings(node) & self.names:
             return None
-        return _excluded(f"{target_name(node.target)} is not in {self.option}", _ADD)
+        return _exclusion(f"{target_name(node.target)} is not in {self.option}", _ADD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class SkippedModules:
         scopes = scopes_of(node)
         for pattern in self.patterns:
             if pattern.covers(scopes):
-                return _excluded(f"{pattern.text!r} is in {self.option}", _REMOVE)
+                return _exclusion(f"{pattern.text!r} is in {self.option}", _REMOVE)
         return None
 
 
@@ -135,7 +135,7 @@ class OnlyModules:
         if any(pattern.covers(scopes) for pattern in self.patterns):
             return None
         where = next((scope.path for scope in reversed(scopes) if scope.path), "the root module")
-        return _excluded(f"{where} is not in {self.option}", _ADD)
+        return _exclusion(f"{where} is not in {self.option}", _ADD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Predicate:
         """See ``NodeFilter``."""
         if self.accepts(node):
             return None
-        return _excluded(f"{self.option} is false for it", "Change the predicate")
+        return _exclusion(f"{self.option} is false for it", "Change the predicate")
 
 
 class ExcludedCalls:
@@ -194,7 +194,7 @@ _REMOVE = "Remove it from the list"
 _ADD = "Add it to the list"
 
 
-def _excluded(text: str, remedy: str) -> Reason:
+def _exclusion(text: str, remedy: str) -> Reason:
     return Reason(ReasonCode.SKIPPED, text, remedy=remedy)
 
 

@@ -91,7 +91,7 @@ _REFUSED: dict[str, bool] = {}
 def _judge_one_by_one(
     calls: Sequence[Node], program: ExportedProgram, target: Opset | None
 ) -> set[Node]:
-    subprogram, originals = program_of(calls, program, constants={}, apart=True, to_aten=True)
+    subprogram, originals = program_of(calls, program, constants={}, separate=True, to_aten=True)
     results = [call_of(originals[str(name)]) for name in subprogram.graph_signature.user_outputs]
     subprogram = promote_half_to_fp32(subprogram)
     table = default_decompositions()

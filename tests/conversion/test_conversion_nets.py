@@ -110,7 +110,7 @@ def test_trial_verdicts_are_cached_in_memory_and_on_disk(
     lower(Chain(), INPUTS)
     assert counts["milinternal"] == first
     known = dict(TRIALS.cached)
-    monkeypatch.setattr(TRIALS, "known", {})
+    monkeypatch.setattr(TRIALS, "cached", {})
     monkeypatch.setattr(TRIALS, "loaded_from", None)
     lower(Chain(), INPUTS)
     assert counts["milinternal"] == first
@@ -128,7 +128,7 @@ def test_a_damaged_verdict_cache_is_replaced(
     (kept,) = (tmp_path / "trials").glob("*.json")
     whole = kept.read_text()
     kept.write_text(content)
-    monkeypatch.setattr(TRIALS, "known", {})
+    monkeypatch.setattr(TRIALS, "cached", {})
     monkeypatch.setattr(TRIALS, "loaded_from", None)
     assert lower(Chain(), INPUTS).operators == ()
     assert kept.read_text() == whole

@@ -69,9 +69,11 @@ def test_samples_stand_in_the_module_of_the_same_family() -> None:
     families = {f.__name__.rpartition(".")[2]: f for f in FAMILIES}
     for name, samples in ACCEPTED.items():
         sampled = {s.target for s in samples}
-        assert sampled == {r.target for r in families.pop(name).RECORDS if r.alone}
+        assert sampled == {r.target for r in families.pop(name).RECORDS if r.standalone}
     # A program cannot consist of one of the others; they have tests of their own.
-    assert {r.target for family in families.values() for r in family.RECORDS if r.alone} == set()
+    assert {
+        r.target for family in families.values() for r in family.RECORDS if r.standalone
+    } == set()
 
 
 _NAMED_ELSEWHERE = {

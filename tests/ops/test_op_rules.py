@@ -149,7 +149,7 @@ def test_ids_are_unique() -> None:
 
 def test_every_rule_has_an_accepted_call() -> None:
     called = {s.target for samples in ACCEPTED.values() for s in samples}
-    assert called == {target for target, rule in RECORDS.items() if rule.alone}
+    assert called == {target for target, rule in RECORDS.items() if rule.standalone}
 
 
 def test_every_constraint_has_a_rejected_call() -> None:
@@ -167,7 +167,7 @@ def test_every_constraint_has_a_rejected_call() -> None:
     missing = {
         rule.target: sorted(set(range(len(rule.constraints))) - broken[rule.target])
         for rule in RECORDS.values()
-        if rule.alone and set(range(len(rule.constraints))) - broken[rule.target]
+        if rule.standalone and set(range(len(rule.constraints))) - broken[rule.target]
     }
     assert not missing
 

@@ -136,7 +136,7 @@ def test_a_text_among_the_results_is_none_and_warned_of(capsys):
     assert main(["export", f"{MODELS}:returning_text", "-o", "b.pte"]) == 0
     assert capsys.readouterr().err == (
         "coreml-delegate: warning: the model returns text ('text'), which a .pte cannot; "
-        "it returns None there\n"
+        "it returns None instead\n"
     )
     for host in HOSTS:
         assert main(["verify", f"{MODELS}:returning_text", "b.pte", "--host", host]) == 0

@@ -12,7 +12,7 @@ from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.third_party import coremltools
 
 # With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
-# whatever their values: apple/coremltools#2222, apple/coremltools#2626.
+# for any values: apple/coremltools#2222, apple/coremltools#2626.
 _EXCLUDED_PASSES = {"common::add_int16_cast"}
 
 

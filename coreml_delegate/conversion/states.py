@@ -39,7 +39,7 @@ _INITIAL = "coreml_delegate_initial"
 
 
 def largest_integer() -> int:
-    """Return the largest n such that fp16 represents all integers up to n."""
+    """Return the integer up to which fp16 represents every integer."""
     return round(2 / torch.finfo(torch.float16).eps)
 
 

@@ -68,7 +68,7 @@ class Reason:
 
     Attributes:
         code: For programs.
-        text: What stands in the way, with the offending value.
+        text: The obstacle, with the offending value.
         remedy: What the user can do, or None.
         issue: Upstream issue that causes it, as ``owner/repo#number``, or None.
     """

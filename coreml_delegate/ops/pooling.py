@@ -223,10 +223,10 @@ def _become_dilated_max(
     for d, count in enumerate(windows.counts(sizes)):
         step, dilation = windows.stride[d], windows.dilation[d]
         reach = (count - 1) * step + 1
-        source_of_slices = largest
+        sliced = largest
         for k in range(windows.kernel[d]):
             bounds = (d + 2, k * dilation, k * dilation + reach, step)
-            part = insert(node, ATEN.slice_copy.Tensor, source_of_slices, *bounds)
+            part = insert(node, ATEN.slice_copy.Tensor, sliced, *bounds)
             largest = part if k == 0 else insert(node, ATEN.maximum.default, largest, part)
     _finish(node, source, dims, ATEN.clone.default, largest)
 
@@ -290,17 +290,13 @@ def _become_ceil_mean(
     counted_padding = [p if include else 0 for p in windows.padding]
     ones_sizes = [n + 2 * c for n, c in zip(sizes, counted_padding, strict=True)]
     ends = zip(end, counted_padding, strict=True)
-    outer_pads = _sides(
+    sides = _sides(
         [p - c for p, c in zip(windows.padding, counted_padding, strict=True)],
         [e - c for e, c in ends],
     )
     dtype = value_of(batched).dtype
-    all_ones = insert(node, ATEN.full.default, [1, 1, *ones_sizes], 1.0, dtype=dtype)
-    counted = (
-        insert(node, ATEN.constant_pad_nd.default, all_ones, outer_pads, 0.0)
-        if any(outer_pads)
-        else all_ones
-    )
+    full = insert(node, ATEN.full.default, [1, 1, *ones_sizes], 1.0, dtype=dtype)
+    counted = insert(node, ATEN.constant_pad_nd.default, full, sides, 0.0) if any(sides) else full
     count = insert(node, pool, counted, *shape)
     _finish(node, source, dims, ATEN.div.Tensor, total, count)
 

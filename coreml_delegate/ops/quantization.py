@@ -71,7 +71,7 @@ class Quantization:
     Attributes:
         patterns: Its patterns; all but the last take a constant matrix as weight, the last takes
             the remaining calls. An op without patterns stays in float.
-        fixed_range: The range of the result where it follows from what the op computes.
+        fixed_range: The range of the result, if the op determines it.
         tail: Its kind when it is fused behind another op, or None.
         lower_bound: A lower bound of the result, or the schema name of the argument that is the
             bound; None if unbounded.

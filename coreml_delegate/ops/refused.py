@@ -1,4 +1,4 @@
-"""Ops that are not delegated although coremltools translates them, or claims to.
+"""Undelegated ops that coremltools translates, or claims to translate.
 
 With the records, this covers every op of coremltools that can reach a partitioner. Other ops are
 decomposed before, or are arithmetic on Python numbers. Custom ops of ExecuTorch's own packages that
@@ -17,7 +17,7 @@ class Refusal:
     """Why an op is not delegated.
 
     Attributes:
-        text: What stands in the way.
+        text: The obstacle.
         remedy: What the user can do, or None.
     """
 

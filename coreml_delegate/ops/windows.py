@@ -192,8 +192,8 @@ def _unfold_dimension(node: Node) -> None:
 def _has_static_windows(call: OpCall) -> bool:
     """The windowed dimension is static, and at most one other size is dynamic."""
     sizes = list(call.outputs()[0].shape)
-    size_of_dim = next(call.tensors("self"))[1].shape[call.arguments["dimension"]]
-    return isinstance(size_of_dim, int) and sum(not isinstance(size, int) for size in sizes) <= 1
+    windowed = next(call.tensors("self"))[1].shape[call.arguments["dimension"]]
+    return isinstance(windowed, int) and sum(not isinstance(size, int) for size in sizes) <= 1
 
 
 def _has_static_positions(call: OpCall) -> bool:

@@ -33,7 +33,7 @@ class DataOwnership:
 
 
 class Confirm(Protocol):
-    """A final check of partitions of a tagged program, such as a conversion."""
+    """A final check of the partitions of a tagged program, by their conversion."""
 
     def __call__(self, program: ExportedProgram, tags: Sequence[str], /) -> Mapping[Node, Reason]:
         """Return the calls in these partitions that cannot be delegated, with the reasons."""

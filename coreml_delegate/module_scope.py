@@ -82,11 +82,11 @@ def _matches(pattern: ModulePattern, scope: Scope) -> bool:
     if pattern.is_class:
         return scope.class_name == text
     if _GLOB.search(text):
-        return any(fnmatch.fnmatchcase(path, text) for path in _ancestor_paths(scope.path))
+        return any(fnmatch.fnmatchcase(path, text) for path in ancestor_paths(scope.path))
     return f"{scope.path}.".startswith(f"{text}.") or _names_class(text, scope.class_name)
 
 
-def _ancestor_paths(path: str) -> Iterator[str]:
+def ancestor_paths(path: str) -> Iterator[str]:
     """Yield a path and its parents, including containers that are never called (``ModuleList``)."""
     while path:
         yield path

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Node
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
+from coreml_delegate.module_scope import ModulePattern, Scope, ancestor_paths, scopes_of
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.quantizer.config import LayerSettings, ModuleType, QuantizerSettings
 
@@ -94,7 +94,7 @@ class SettingsSelector:
     def _depths_by_name(self, scopes: tuple[Scope, ...]) -> dict[str, int]:
         depths: dict[str, int] = {}
         for scope in scopes:
-            for path in _ancestor_paths(scope.path):
+            for path in ancestor_paths(scope.path):
                 depth = path.count(".") + 1
                 for name, expression in self._names.items():
                     if expression.fullmatch(path) and depth > depths.get(name, 0):
@@ -127,12 +127,6 @@ class _TypeMatcher:
         pattern = self._module
         depths = (n for n, scope in enumerate(scopes, 1) if pattern and pattern.covers((scope,)))
         return max(depths, default=0)
-
-
-def _ancestor_paths(path: str) -> Iterable[str]:
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
 
 
 def _op_name(node: Node) -> str:

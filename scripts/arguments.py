@@ -257,17 +257,18 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace outputs that exist")
 
 
-def check_output(path: Path, *, force: bool) -> None:
+def check_output(path: Path, *, force: bool, is_folder: bool = False) -> None:
     """Refuse an output path before the work whose result could not be written.
 
     Raises:
-        OptionError: Its folder does not exist, it is no regular file, or it exists and ``force`` is
-            false.
+        OptionError: Its folder does not exist, it is no regular file or not the folder that it
+            should be, or it exists and ``force`` is false.
     """
     if not path.parent.is_dir():
         raise OptionError("no such folder for the output", got=str(path.parent))
-    if path.exists() and not path.is_file():
-        raise OptionError("output is not a regular file", got=str(path))
+    if path.exists() and not (path.is_dir() if is_folder else path.is_file()):
+        kind = "folder" if is_folder else "regular file"
+        raise OptionError(f"output is not a {kind}", got=str(path))
     if path.exists() and not force:
         raise OptionError("output exists", got=str(path), remedy="Pass --force to replace it")
 

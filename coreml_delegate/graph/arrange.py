@@ -12,7 +12,7 @@ import numpy as np
 
 from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.emitter import same_shape
-from coreml_delegate.graph.tensor_types import Dim
+from coreml_delegate.graph.tensor_types import Dim, product
 
 
 def transpose(
@@ -130,7 +130,7 @@ def spread(
         if factor == 1:
             continue
         # [before, size, after] and one new axis: devices take at most five.
-        before, after = _count(sizes[:axis]), _count(sizes[axis + 1 :])
+        before, after = product(sizes[:axis]), product(sizes[axis + 1 :])
         size = sizes[axis]
         column = c.reshape(x, (before, size, 1, after))
         column, _ = pad(
@@ -141,13 +141,6 @@ def spread(
         sizes[axis] = (size - 1) * factor + 1
         x = c.reshape(x, sizes)
     return x, tuple(sizes)
-
-
-def _count(sizes: Sequence[Dim]) -> Dim:
-    count: Dim = 1
-    for size in sizes:
-        count = count * size
-    return count
 
 
 def flip(c: Composer, x: Var, axes: Sequence[int]) -> Var:

@@ -240,6 +240,14 @@ def simplify(size: Any) -> Dim:
     return int(size)
 
 
+def product(sizes: Sequence[Dim]) -> Dim:
+    """Return the product of sizes."""
+    total: Any = 1
+    for size in sizes:
+        total = total * size
+    return simplify(total)
+
+
 def linear(size: Dim) -> tuple[sympy.Symbol, int, int] | None:
     """Return (symbol, slope, offset) of a size ``slope * symbol + offset``, else None."""
     if not isinstance(size, sympy.Expr) or len(size.free_symbols) != 1:

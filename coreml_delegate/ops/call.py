@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,6 +157,12 @@ def target_name(target: Any) -> str:
         return str(overload)
     module = getattr(overload, "__module__", "") or ""
     return f"{module.lstrip('_')}.{getattr(overload, '__name__', overload)}".lstrip(".")
+
+
+def per_dim(values: int | Sequence[int], dims: int) -> list[int]:
+    """Return an argument with a number per spatial dimension, from one number or ``dims``."""
+    numbers = [values] if isinstance(values, int) else list(values)
+    return numbers * dims if len(numbers) == 1 else numbers
 
 
 def called_target(node: Node) -> Any:

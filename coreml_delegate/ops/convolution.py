@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 from torch.fx import Node
 
-from coreml_delegate.ops.call import OpCall, ReasonCode, target_name
+from coreml_delegate.ops.call import OpCall, ReasonCode, per_dim, target_name
 from coreml_delegate.ops.constraints import IsConstant, holds
 from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, set_arguments, value_of
 from coreml_delegate.ops.flops import elements, extent, result_elements, tensors_of
@@ -33,7 +32,7 @@ def _crop_transposed(node: Node) -> None:
         return
     dims = value_of(x).dim() - 2
     stride, padding, output_padding = (
-        _per_dim(arguments[n], dims) for n in ("stride", "padding", "output_padding")
+        per_dim(arguments[n], dims) for n in ("stride", "padding", "output_padding")
     )
     if all(o <= p for o, p in zip(output_padding, padding, strict=True)):
         return
@@ -50,11 +49,6 @@ def _crop_transposed(node: Node) -> None:
         if p or surplus:
             output = insert(node, ATEN.slice_copy.Tensor, output, d, p, end, 1)
     become(node, ATEN.clone.default, output)
-
-
-def _per_dim(values: Any, dims: int) -> list[int]:
-    listed = [values] if isinstance(values, int) else list(values)
-    return listed * dims if len(listed) == 1 else listed
 
 
 def _flops(call: OpCall) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import OpCall, ReasonCode, target_name
+from coreml_delegate.ops.call import OpCall, ReasonCode, per_dim, target_name
 from coreml_delegate.ops.constraints import holds, only_result_used
 from coreml_delegate.ops.edits import (
     ATEN,
@@ -55,9 +55,9 @@ def _has_static_windows(call: OpCall) -> bool:
     spatial = _pooled_sizes(call)
     if spatial is None or all(isinstance(n, int) for n in spatial):
         return True
-    if any(d != 1 for d in _per_dim(call, "dilation", spatial)):
+    if any(d != 1 for d in _window_argument(call, "dilation", spatial)):
         return False
-    rows = zip(spatial, *(_per_dim(call, name, spatial) for name in _WINDOW), strict=True)
+    rows = zip(spatial, *(_window_argument(call, name, spatial) for name in _WINDOW), strict=True)
     return not call.arguments["ceil_mode"] or all(
         isinstance(n, int) or s == 1 or k >= s + p for n, k, s, p in rows
     )
@@ -76,13 +76,12 @@ def _pooled_sizes(call: OpCall) -> list[Any] | None:
     return None if tensor is None else list(tensor.shape[-dims:])
 
 
-def _per_dim(call: OpCall, name: str, spatial: list[Any]) -> list[int]:
+def _window_argument(call: OpCall, name: str, spatial: list[Any]) -> list[int]:
     """Return an argument of the windows as a number per dimension."""
     value = call.arguments.get(name, 1)
     if name == "stride" and not value:
         value = call.arguments["kernel_size"]
-    listed = [value] if isinstance(value, int) else list(value)
-    return listed * len(spatial) if len(listed) == 1 else listed
+    return per_dim(value, len(spatial))
 
 
 def _few_elements(call: OpCall) -> bool:
@@ -118,7 +117,7 @@ class _Windows:
         """Read the windows of a call; a missing stride is the kernel."""
         kernel = arguments["kernel_size"]
         options = (kernel, arguments["stride"] or kernel, arguments["padding"])
-        rows = [_repeat(values, dims) for values in (*options, arguments.get("dilation", 1))]
+        rows = [per_dim(values, dims) for values in (*options, arguments.get("dilation", 1))]
         return cls(*rows, ceil=bool(arguments["ceil_mode"]))
 
     @property
@@ -153,11 +152,6 @@ class _Windows:
             else p + s - 1
             for n, k, s, p in rows
         ]
-
-
-def _repeat(values: int | list[int], dims: int) -> list[int]:
-    listed = [values] if isinstance(values, int) else list(values)
-    return listed * dims if len(listed) == 1 else listed
 
 
 def _batch(node: Node, dims: int) -> Node:
@@ -375,7 +369,7 @@ def _dynamic_window_means(node: Node, x: Node, dim: int, count: int) -> Node:
 def _adaptive_average(call: Node) -> None:
     """Rewrite means over windows of dynamic dimensions; coremltools translates static ones."""
     arguments = arguments_of(call)
-    counts: list[int] = list(_repeat(arguments["output_size"], 1))
+    counts: list[int] = list(per_dim(arguments["output_size"], 1))
     spatial = shape_of(arguments["self"])[-len(counts) :]
     if any(not isinstance(n, int) and c != 1 for n, c in zip(spatial, counts, strict=True)):
         _adaptive(ATEN.mean.dim)(call)

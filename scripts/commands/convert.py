@@ -96,10 +96,7 @@ def _state(text: str) -> tuple[str | int, int]:
 def _check_output(path: Path, *, force: bool) -> None:
     if path.suffix not in _SUFFIXES:
         raise OptionError("unknown kind of output", got=str(path), expected=" or ".join(_SUFFIXES))
-    if not path.parent.is_dir():
-        raise OptionError("no such folder for the output", got=str(path.parent))
-    if path.exists() and not force:
-        raise OptionError("output exists", got=str(path), remedy="Pass --force to replace it")
+    arguments.check_output(path, force=force, is_folder=path.suffix == ".mlpackage")
 
 
 COMMAND = Command(

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -56,14 +55,9 @@ def environment() -> Mapping[str, str]:
 @functools.cache
 def machine() -> str:
     """Return the processor of this machine and the number of usable cores."""
-    return f"{next(_processors(), platform.machine())}, {usable_cores()} cores"
+    from coreml_delegate.runtime.threads import cpu_count  # imports torch
 
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return f"{next(_processors(), platform.machine())}, {cpu_count()} cores"
 
 
 def _processors() -> Iterator[str]:

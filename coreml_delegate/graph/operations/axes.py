@@ -12,17 +12,9 @@ import sympy
 from coreml_delegate.errors import GraphError, UnsupportedOperatorError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
 from coreml_delegate.graph.node import Value
-from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, simplify
+from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, product, simplify
 
 _MOST_KNOWN = 16
-
-
-def product(sizes: Sequence[Dim]) -> Dim:
-    """Return the product of sizes."""
-    total: Any = 1
-    for size in sizes:
-        total = total * size
-    return simplify(total)
 
 
 def sizes_of(name: str, sizes: Sequence[Any], least: int = 0) -> tuple[Dim, ...]:

@@ -15,7 +15,7 @@ from coreml_delegate.graph.emitter import (
     same_size,
 )
 from coreml_delegate.graph.node import Node, Value
-from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, simplify
+from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, product
 
 Axes = tuple[int, ...]
 
@@ -52,13 +52,6 @@ def sum_dtype(operands: Sequence[DType], result: DType) -> DType:
         return DType.INT32
     storage_dtypes = {dtype.storage_dtype for dtype in (*operands, result)}
     return DType.FLOAT16 if storage_dtypes == {"fp16"} else DType.FLOAT32
-
-
-def _count(sizes: Sequence[Dim]) -> Dim:
-    count: Dim = 1
-    for size in sizes:
-        count = count * size
-    return simplify(count)
 
 
 class _Side:
@@ -151,29 +144,29 @@ def _is_linear(x: _Side, weight: _Side) -> bool:
 
 
 def _linear(c: Composer, x: _Side, weight: _Side) -> tuple[Var, list[Dim]]:
-    depth = _count(x.sizes(x.contracting))
-    rows, columns = x.sizes(x.free), [_count(weight.sizes(weight.free))]
+    depth = product(x.sizes(x.contracting))
+    rows, columns = x.sizes(x.free), [product(weight.sizes(weight.free))]
     if len(rows) >= _MOST_AXES:
-        rows = [_count(rows)]
-    product = c.mb.linear(
+        rows = [product(rows)]
+    y = c.mb.linear(
         x=x.arrange(c, [*x.free, *x.contracting], [*rows, depth]),
         weight=weight.arrange(c, [*weight.free, *weight.contracting], [*columns, depth]),
     )
-    return product, [*rows, *columns]
+    return y, [*rows, *columns]
 
 
 def _matmul(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
     batch = left.sizes(left.batching)
     if len(batch) > _MOST_AXES - 2:
-        batch = [_count(batch)]
-    depth = _count(left.sizes(left.contracting))
-    rows, columns = [_count(left.sizes(left.free))], [_count(right.sizes(right.free))]
+        batch = [product(batch)]
+    depth = product(left.sizes(left.contracting))
+    rows, columns = [product(left.sizes(left.free))], [product(right.sizes(right.free))]
     turn_left = left.is_better_turned(left.free, left.contracting)
     turn_right = right.is_better_turned(right.contracting, right.free)
     if not batch and not turn_left and len(left.free) < _MOST_AXES:
         # matmul broadcasts the matrix along the leading axes.
         rows = left.sizes(left.free) or rows
-    product = c.mb.matmul(
+    y = c.mb.matmul(
         x=left.arrange(
             c,
             left.order(turn_left, left.free, left.contracting),
@@ -187,7 +180,7 @@ def _matmul(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
         transpose_x=turn_left,
         transpose_y=turn_right,
     )
-    return product, [*batch, *rows, *columns]
+    return y, [*batch, *rows, *columns]
 
 
 def _outer(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
@@ -195,12 +188,12 @@ def _outer(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
     batch = left.sizes(left.batching)
     rows, columns = left.sizes(left.free), right.sizes(right.free)
     if len(batch) + len(rows) + len(columns) > _MOST_AXES:
-        batch, rows, columns = [_count(batch)], [_count(rows)], [_count(columns)]
-    product = c.mb.mul(
+        batch, rows, columns = [product(batch)], [product(rows)], [product(columns)]
+    y = c.mb.mul(
         x=left.arrange(c, [*left.batching, *left.free], [*batch, *rows, *[1 for _ in columns]]),
         y=right.arrange(c, [*right.batching, *right.free], [*batch, *[1 for _ in rows], *columns]),
     )
-    return product, [*batch, *rows, *columns]
+    return y, [*batch, *rows, *columns]
 
 
 class Contraction(Emitter):

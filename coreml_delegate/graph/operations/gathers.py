@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.node import Node
-from coreml_delegate.graph.operations.axes import product
 from coreml_delegate.graph.operations.lookup import Label, Lookup, arrange_labels, spread_windows
 from coreml_delegate.graph.operations.slicing import slice_at
+from coreml_delegate.graph.tensor_types import product
 from coreml_delegate.targets import Opset
 
 

@@ -21,7 +21,6 @@ from coreml_delegate.graph.node import Closure, Node, Value
 from coreml_delegate.graph.operations.axes import (
     as_index,
     counting,
-    product,
     require_rank,
     sizes_of,
 )
@@ -29,7 +28,7 @@ from coreml_delegate.graph.operations.gathers import compose_gather
 from coreml_delegate.graph.operations.lookup import Label
 from coreml_delegate.graph.operations.scatters import compose_scatter
 from coreml_delegate.graph.operations.shapes import Shapes
-from coreml_delegate.graph.tensor_types import ALL, INTEGERS, Dim, DType, TensorType
+from coreml_delegate.graph.tensor_types import ALL, INTEGERS, Dim, DType, TensorType, product
 
 GATHER_MODES = ("clip", "promise_in_bounds")
 SCATTER_MODES = ("update", "add", "sub", "mul", "min", "max")

@@ -16,8 +16,8 @@ from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
 from coreml_delegate.graph.emitter import same_size
 from coreml_delegate.graph.node import Node
-from coreml_delegate.graph.operations.axes import arrange, as_index, counting, join, product
-from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, simplify
+from coreml_delegate.graph.operations.axes import arrange, as_index, counting, join
+from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, product, simplify
 
 Label = tuple[str, int]
 

@@ -13,10 +13,9 @@ import numpy as np
 
 from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.node import Node
-from coreml_delegate.graph.operations.axes import product
 from coreml_delegate.graph.operations.lookup import Label, Lookup, arrange_labels, spread_windows
 from coreml_delegate.graph.operations.slicing import slice_at, write_slice
-from coreml_delegate.graph.tensor_types import Dim, DType
+from coreml_delegate.graph.tensor_types import Dim, DType, product
 
 _OPS = {"add": "add", "sub": "sub", "mul": "mul", "min": "minimum", "max": "maximum"}
 _ARITHMETIC = ("add", "sub", "mul")

@@ -24,11 +24,18 @@ from coreml_delegate.graph.operations.axes import (
     counting,
     known_elements,
     permute,
-    product,
     require_rank,
     sizes_of,
 )
-from coreml_delegate.graph.tensor_types import ALL, NUMBERS, Dim, DType, TensorType, simplify
+from coreml_delegate.graph.tensor_types import (
+    ALL,
+    NUMBERS,
+    Dim,
+    DType,
+    TensorType,
+    product,
+    simplify,
+)
 
 # The program computes an iota of more elements at run time.
 _MOST_STORED = 4096

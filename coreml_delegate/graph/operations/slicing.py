@@ -19,12 +19,11 @@ from coreml_delegate.graph.operations.axes import (
     counting,
     join,
     known_elements,
-    product,
     require_rank,
     sizes_of,
 )
 from coreml_delegate.graph.operations.shapes import known_sizes
-from coreml_delegate.graph.tensor_types import ALL, Dim, TensorType, simplify
+from coreml_delegate.graph.tensor_types import ALL, Dim, TensorType, product, simplify
 from coreml_delegate.targets import Opset
 
 

@@ -31,7 +31,7 @@ from coreml_delegate.graph.operations.reduction import (
     check_initial,
     compose_cumulative,
 )
-from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, simplify
+from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, product, simplify
 from coreml_delegate.graph.window_sizes import (
     Pairs,
     dilated_size,
@@ -190,7 +190,7 @@ def _pool(
         pads = [(0, 0)] * len(pads)
     x, arranged = transpose(c, x, shape, [*other_axes, *active])
     outer, sizes = list(arranged[: len(other_axes)]), arranged[len(other_axes) :]
-    channels = [1, 1, *outer][-2:] if len(outer) < 3 else [_product(outer[:-1]), outer[-1]]
+    channels = [1, 1, *outer][-2:] if len(outer) < 3 else [product(outer[:-1]), outer[-1]]
     x = reshape(c, x, arranged, [*channels, *sizes])
     keywords: dict[str, Any] = {
         "kernel_sizes": window,
@@ -213,13 +213,6 @@ def _pool(
     x = reshape(c, x, [*channels, *counts], [*outer, *counts])
     order = [*other_axes, *active]
     return transpose(c, x, [*outer, *counts], [order.index(n) for n in range(len(order))])[0]
-
-
-def _product(sizes: Sequence[Dim]) -> Dim:
-    count: Dim = 1
-    for size in sizes:
-        count = count * size
-    return simplify(count)
 
 
 def _compose_select_and_scatter(c: Composer, node: Node, x: Var, source: Var, initial: Var) -> Var:

@@ -163,9 +163,3 @@ def resize(
     if x.is_floating_point():
         return _resize(x, sizes, sampling_mode)
     return _resize(x.double(), sizes, sampling_mode).to(x.dtype)
-
-
-# --- crops ----------------------------------------------------------------------------------------
-
-
-# --- resampling -----------------------------------------------------------------------------------

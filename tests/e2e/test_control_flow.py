@@ -174,6 +174,7 @@ def assert_equal_eager(lowered: Lowered, module: nn.Module, x: torch.Tensor, eng
         torch.testing.assert_close(mine, theirs, atol=ATOL, rtol=RTOL)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", CASES)
 def test_control_flow_is_delegated_as_a_whole(name: str) -> None:
     module, inputs = CASES[name]
@@ -221,6 +222,7 @@ def test_weights_of_branches_are_folded() -> None:
             assert_equal_eager(lowered, module, _MATRIX * scale, engine)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("module", [Casting(), Rewritten()], ids=["casts", "rewrites"])
 def test_branches_are_prepared_as_the_rest_of_a_program(module: nn.Module) -> None:
     x = torch.linspace(-1.1, 2.3, 8).reshape(2, 4)
@@ -377,6 +379,7 @@ def test_branches_of_dynamic_size_are_delegated() -> None:
 
 
 # ExecuTorch itself fails with literals in a branch.
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", ["one condition", "scan", "map"])
 def test_what_no_backend_takes_is_control_flow_of_executorch(name: str) -> None:
     module, inputs = {"one condition": (Choosing(), (_MATRIX, -_MATRIX)), **CASES}[name]

@@ -182,6 +182,7 @@ class Durations(nn.Module):
         return self.out(torch.asinh(states)).sigmoid().sum(-1)
 
 
+@pytest.mark.share(2)
 @pytest.mark.filterwarnings("ignore:The tensor attributes")
 @pytest.mark.parametrize("host", HOSTS)
 def test_methods_in_several_partitions(host):

@@ -70,6 +70,7 @@ def lower_dynamic(module: nn.Module, **options: Any) -> Lowered:
     return Lowered.of(edge, partitioner)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_number_of_steps_is_dynamic(name: str) -> None:
     module = Steps(layer(name))
@@ -123,6 +124,7 @@ def ops_of(name: str, steps: int) -> Counter[str]:
     return Counter(ops_in(function.block))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("name", "op", "count"),
     [

@@ -32,6 +32,7 @@ from coreml_delegate.ops import ReasonCode
 # Ops to skip
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(
     "name",
     [
@@ -260,6 +261,7 @@ def test_to_edge_and_to_backend_work_with_a_deprecation_warning(
     assert_equal_eager(lowered.pte, module, inputs)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("value", "canonical"),
     [(b"cpu", b"cpu_only"), (b"gpu", b"cpu_and_gpu"), (b"ane", b"cpu_and_ne"), (b"all", b"all")],

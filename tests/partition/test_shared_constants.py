@@ -212,6 +212,7 @@ def test_each_partition_dequantizes_its_copy_of_a_weight() -> None:
     assert_equal_eager(lowered, module, inputs)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("strategy", [None, "POSITIONAL", "DISABLED"])
 def test_methods_with_partitions_that_share_a_weight(strategy: str | None) -> None:
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from coreml_delegate.compile_options import Precision
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(n, marks=[pytest.mark.slow] if n > 1 else []) for n in range(8)]
+    "seed", [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(8)]
 )
 @pytest.mark.parametrize("precision", list(Precision))
 def test_lowered_models_equal_eager(seed: int, precision: Precision) -> None:

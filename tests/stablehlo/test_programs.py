@@ -306,6 +306,7 @@ SIZED: dict[str, tuple[Callable[..., Any], tuple[str, ...], list[tuple[tuple[int
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", SIZED)
 def test_sizes_may_be_known_at_run_time_only(name: str) -> None:
     function, specs, calls = SIZED[name]

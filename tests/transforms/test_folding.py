@@ -76,6 +76,7 @@ def lowered(module: nn.Module, x: torch.Tensor, **options: Any) -> tuple[CoreMLP
     return partitioner, to_edge_transform_and_lower(exported, partitioner=[partitioner])
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_weights_computed_from_parameters_are_folded(name: str) -> None:
     make, shape = MODULES[name]
@@ -119,6 +120,7 @@ def test_convolutions_with_weights_computed_from_inputs_stay_on_the_cpu() -> Non
     assert str(left.reason) == "'weight' is computed, Core ML takes a constant"
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "ops", [["aten.mul.Tensor"], ["aten.conv1d.default", "aten.convolution.default"]]
 )

@@ -36,6 +36,7 @@ def _image(dtype: torch.dtype) -> tuple[torch.Tensor]:
     return (torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(dtype),)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("host", ["python", "stock"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_half_precision_model_lowers_and_keeps_its_interface(
@@ -52,6 +53,7 @@ def test_a_half_precision_model_lowers_and_keeps_its_interface(
     assert sqnr_db(truth.numpy(), result.float().numpy()) > SQNR_HALF[dtype]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_plan_of_a_half_precision_model_equals_its_lowering(dtype: torch.dtype) -> None:
     module, inputs = Block().eval().to(dtype), _image(dtype)
@@ -104,6 +106,7 @@ class Counter(nn.Module):
         return self.total * 2, x
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_mutable_buffers_and_returned_inputs_keep_their_dtypes(dtype: torch.dtype) -> None:
     x = torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
@@ -205,6 +208,7 @@ def test_squares_overflow_in_fp16() -> None:
     assert _sqnr(compile_specs=_specs()) < 10
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "keep",
     [

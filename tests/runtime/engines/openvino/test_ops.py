@@ -28,6 +28,7 @@ _TRANSLATED = [case for case in CASES if TRANSLATIONS.find(case.op, case.opset) 
 _FP16 = {case.op: case.id for case in reversed(_TRANSLATED) if "fp16" in case.precisions}.values()
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("case", "precision"),
     [

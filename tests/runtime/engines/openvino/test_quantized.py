@@ -323,6 +323,7 @@ _BETWEEN_CODES: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", _BETWEEN_CODES)
@@ -363,6 +364,7 @@ def _per_axis(net: _Network, x: Any, axis: int, *, returns_codes: bool = False) 
     return mb.dequantize(input=codes, **shared)
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("between", [None, mb.abs], ids=["next", "abs"])
 @pytest.mark.parametrize(

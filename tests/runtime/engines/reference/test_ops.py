@@ -12,6 +12,7 @@ from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.reference import REFERENCE
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("case", "precision"),
     [pytest.param(c, p, id=f"{c.id}-{p}") for c in CASES for p in c.precisions],

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 from executorch.exir.passes.remove_graph_asserts_pass import RemoveGraphAssertsPass
 from torch._ops import OpOverload
-from torch.export import ExportedProgram, default_decompositions, exported_program
+from torch.export import ExportedProgram, default_decompositions
 from torch.fx import GraphModule, Node
 
 from coreml_delegate.compile_options import CompileOptions
@@ -40,6 +39,8 @@ from coreml_delegate.partition.verdicts.cpu_kernels import is_composite, registe
 from coreml_delegate.partition.verdicts.filters import ExcludedCalls
 from coreml_delegate.partition.verdicts.operator_support import refused_calls, refused_one_by_one
 from coreml_delegate.partition.verdicts.parts import refuse_results
+from coreml_delegate.patches import patched
+from coreml_delegate.patches.torch import SKIP_GUARD_CODE
 from coreml_delegate.preprocess import package
 from coreml_delegate.targets import STATE_OPSET
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers
@@ -83,6 +84,7 @@ Constants are folded before, in the dtypes of the model, and after, for dtypes w
 """
 
 _LOCK = threading.RLock()
+"""Held while a program is partitioned: all partitioners share the caches of verdicts and blobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,22 +166,8 @@ def _lower_branch(
 
 
 @contextmanager
-def _skip_guards_and_verification() -> Generator[None]:
-    """Skip two steps of creating an ``ExportedProgram`` from parts of a verified program.
-
-    The first generates code for the guards of dynamic shapes, which only
-    ``ExportedProgram.module()`` uses. Measured on two blocks of Swin V2 with dynamic height and
-    width: 440 guards, 0.4 s for each of hundreds of programs.
-
-    The second verifies the graph: 0.3 s for Swin-T. The whole program has been verified, and
-    ExecuTorch verifies the partitions that it cuts out.
-    """
-    # Both functions are global to the process, so threads must not patch them concurrently.
-    with (
-        _LOCK,
-        mock.patch.object(exported_program, "_convert_guards_to_code", return_value=[]),
-        mock.patch.object(ExportedProgram, "validate"),
-    ):
+def _partitioning() -> Generator[None]:
+    with _LOCK, patched(SKIP_GUARD_CODE):
         yield
 
 
@@ -210,7 +198,7 @@ class PartitionRun:
             program, _LOWERING, constants_inside=options.ownership.constants
         )
 
-    @_skip_guards_and_verification()
+    @_partitioning()
     def ops_to_preserve(self) -> set[OpOverload]:
         """Return the composite ops to protect from decomposition.
 
@@ -258,7 +246,7 @@ class PartitionRun:
         reasons = ((call, self._filters.refusal(call)) for call in calls)
         return {call: reason for call, reason in reasons if reason is not None}
 
-    @_skip_guards_and_verification()
+    @_partitioning()
     def partition(self, *, prefix: str = "") -> PartitionedProgram:
         """Tag the calls that Core ML takes.
 

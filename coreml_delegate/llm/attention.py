@@ -6,8 +6,7 @@ attention need no code here. The cache gives the position of each column of the 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,12 +15,12 @@ import torch
 from torch import nn
 
 from coreml_delegate.errors import LoweringError
+from coreml_delegate.patches import patched
+from coreml_delegate.patches.transformers import ordered_sets
 from coreml_delegate.third_party import transformers
 
 NAME = "coreml_delegate"
 """Name of the functions in the interfaces of ``transformers``."""
-
-_LIBRARY = "transformers."
 
 MASKED = -3e4
 """Score of a hidden token: its softmax is zero in fp32 and fp16, and unlike infinity every kernel
@@ -101,34 +100,13 @@ def current_call() -> Call:
 
 @contextmanager
 def active_call(call: Call, model: nn.Module) -> Generator[None]:
-    """Make ``call`` the current call, and iterate sets of the model's own code in sorted order.
-
-    The model's code computes masks and rotations for each element of a set of layer types. The
-    order of strings in a set differs between processes, and so would the program's operations.
-    """
+    """Make ``call`` the current call, and iterate sets of the model's own code in sorted order."""
     token = _CALL.set(call)
-    namespaces = [space for space in _namespaces(model) if "set" not in space]
-    for namespace in namespaces:
-        namespace["set"] = _OrderedSet
     try:
-        yield
+        with patched(*ordered_sets(model.modules())):
+            yield
     finally:
-        for namespace in namespaces:
-            del namespace["set"]
         _CALL.reset(token)
-
-
-class _OrderedSet(set[Any]):
-    """A set that iterates its elements in the order of their ``repr``."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(sorted(super().__iter__(), key=repr))
-
-
-def _namespaces(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the globals of each ``transformers`` module that defines modules of the model."""
-    modules = {type(module).__module__ for module in model.modules()}
-    return [vars(sys.modules[name]) for name in sorted(modules) if name.startswith(_LIBRARY)]
 
 
 def attend(

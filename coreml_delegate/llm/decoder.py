@@ -22,6 +22,7 @@ from coreml_delegate.llm.generator import write_cache
 from coreml_delegate.llm.norms import make_norms_safe
 from coreml_delegate.llm.positions import tabulate_positions
 from coreml_delegate.llm.recurrences import use_own_recurrences
+from coreml_delegate.patches.transformers import set_attention
 from coreml_delegate.third_party import transformers, without_kernel_advice, wrap_errors
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def require_equal(model: Any, logits: torch.Tensor, expected: torch.Tensor) -> N
 def use_our_attention(model: nn.Module) -> None:
     """Set the attention and mask functions of this package for a model and its parts."""
     for config in {id(config): config for config in _configurations(model)}.values():
-        config._attn_implementation = NAME
+        set_attention(config, NAME)
 
 
 def _refusal(model: nn.Module) -> str:

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.attention import NAME
+from coreml_delegate.patches.transformers import set_experts
 from coreml_delegate.third_party import transformers
 
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
@@ -171,7 +172,7 @@ def _stack(name: str, module: Any) -> None:
         first, last = first.transpose(1, 2), last.transpose(1, 2)
     biases = (parameters.get(f"{key}_bias") for key in (first_name, "down_proj"))
     module.stacked = Experts(first, last, *biases)
-    module.config._experts_implementation = NAME
+    set_experts(module.config, NAME)
 
 
 def _parameter_names(first: str, *, biases: bool) -> tuple[str, ...]:

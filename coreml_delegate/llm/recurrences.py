@@ -5,8 +5,7 @@ Ours begin with the state before the call and end with the state of the last tok
 decays a state nor adds to it. No decay is divided by another and no sums are subtracted, so that
 fp16 suffices.
 
-The modules stay those of ``transformers``: their code runs with globals in which our functions
-replace theirs.
+The modules stay those of ``transformers``: while their code runs, our functions replace theirs.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from torch.nn import functional
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.caches import LayerCache
 from coreml_delegate.llm.states import RECURRENCE, StateLayer
+from coreml_delegate.patches import Patch, patched
+from coreml_delegate.patches.transformers import recurrence
 
 _STATE = (RECURRENCE, 0)
 
@@ -91,7 +92,7 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _forward(
-    module: nn.Module,
+    module: Any,
     code: types.FunctionType,
     name: str,
     function: Callable[..., Any],
@@ -100,13 +101,12 @@ def _forward(
     **options: Any,
 ) -> Any:
     """Run a module's own code; with a cache, ``name`` in it is our function."""
-    names = code.__globals__
+    patches: list[Patch] = []
     if cache is not None:
-        layer: Any = cache.layers[module.layer_idx]
-        names = {**names, name: partial(function, layer)}
-    own = types.FunctionType(code.__code__, names, name, code.__defaults__, code.__closure__)
-    own.__kwdefaults__ = code.__kwdefaults__
-    return own(module, *args, cache=cache, **options)
+        own = partial(function, cache.layers[module.layer_idx])
+        patches = [recurrence(code, name, own)]
+    with patched(*patches):
+        return code(module, *args, cache=cache, **options)
 
 
 def selective_scan(

@@ -7,6 +7,7 @@ stand in the same modules. A test of each patch fails once its library needs the
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib.metadata
 import logging
@@ -26,7 +27,8 @@ class Patch:
 
     Attributes:
         owner: Returns the module, class or object; it imports the library.
-        name: The attribute, a function, method, static method or class.
+        name: The attribute, a function, method, static method or class; or a builtin that the
+            owner, a module, calls by this name.
         replacement: Takes the original and returns the function to call in its place. If
             ``with_state`` was used, takes the state before the original.
         reason: Why, in one sentence.
@@ -53,7 +55,8 @@ class _Slot:
     """A patched attribute.
 
     Attributes:
-        stored: The attribute as it stands in its owner, perhaps a ``staticmethod``.
+        stored: The attribute as it stands in its owner, perhaps a ``staticmethod``; None for a
+            builtin, which the owner lacks.
         original: The attribute as it is called.
         by_thread: Replacements by thread, innermost last.
     """
@@ -91,7 +94,9 @@ def _applied(patch: Patch) -> Generator[None]:
     with _LOCK:
         slot = _SLOTS.get(key)
         if slot is None:
-            slot = _Slot(vars(owner)[patch.name], getattr(owner, patch.name))
+            stored = vars(owner).get(patch.name)
+            original = getattr(builtins if stored is None else owner, patch.name)
+            slot = _Slot(stored, original)
             _SLOTS[key] = slot
             setattr(owner, patch.name, _dispatcher(slot))
         replacements = slot.by_thread.setdefault(thread, [])
@@ -104,8 +109,15 @@ def _applied(patch: Patch) -> Generator[None]:
             if not replacements:
                 del slot.by_thread[thread]
             if not slot.by_thread:
-                setattr(owner, patch.name, slot.stored)
+                _restore(owner, patch.name, slot.stored)
                 del _SLOTS[key]
+
+
+def _restore(owner: Any, name: str, stored: Any) -> None:
+    if stored is None:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, stored)
 
 
 def _dispatcher(slot: _Slot) -> Any:

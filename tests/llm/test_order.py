@@ -8,10 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.checkpoints import tiny_model
-from support.llm_families import FAMILIES
-
-from coreml_delegate.llm.attention import Call, active_call
 
 TESTS = Path(__file__).parents[1]
 
@@ -27,16 +23,6 @@ layout = Layout(CONFIG["vocab_size"], CONTEXT, CHUNK, CacheKind.IO)
 for program in export_methods(Decoder(model(sys.argv[1]), context=CONTEXT), layout).values():
     print(program.graph_module.code)
 """
-
-
-def test_code_of_models_goes_through_sets_in_order():
-    model = tiny_model("mellum", **FAMILIES["mellum"].changes)
-    names = vars(sys.modules[type(model).__module__])
-    texts = [f"{number:03d}" for number in range(100)]
-    with active_call(Call(), model), active_call(Call(), model):
-        assert list(names["set"](reversed(texts))) == texts
-        assert {"a", "b"} == names["set"]("ab")
-    assert "set" not in names
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +72,15 @@ def test_other_threads_call_the_original() -> None:
     thread.join()
     assert seen == {"own": "NAME!", "without": "name", "other": "other name"}
     assert module.name is before
+
+
+def test_a_builtin_is_replaced_for_one_module() -> None:
+    module = ModuleType("module")
+    exec("def count(values): return len(values)", vars(module))
+    with patched(_patch(module, "len", lambda original: lambda values: -original(values))):
+        assert module.count("abc") == -3
+        assert len("abc") == 3
+    assert "len" not in vars(module)
 
 
 def test_state_of_one_block() -> None:

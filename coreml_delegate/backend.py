@@ -24,6 +24,7 @@ from coreml_delegate.formats.blob_layout import (
     ModelMetadata,
     OperationPath,
 )
+from coreml_delegate.patches.executorch import hide_from_search
 from coreml_delegate.preprocess import saved_models
 from coreml_delegate.preprocess.multifunction import lower_methods
 from coreml_delegate.preprocess.package import build_files, result_of
@@ -145,11 +146,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
 
 
 class DeregisteredBackend(BackendDetails):
-    """Base class of other backends with our name, which hides them from ExecuTorch's search.
-
-    ExecuTorch searches the direct subclasses of ``BackendDetails`` by name, and takes the first
-    match on one code path, the last on another. See ``claim_name``.
-    """
+    """Base class of other backends with our name, which hides them from ExecuTorch's search."""
 
 
 def claim_name() -> None:
@@ -158,11 +155,7 @@ def claim_name() -> None:
     Any other loaded class of that name gets ``DeregisteredBackend`` between itself and
     ``BackendDetails``. It works as before, and our backend forwards its subgraphs to it.
     """
-    for backend in BackendDetails.__subclasses__():
-        if backend.__name__ == CoreMLBackend.__name__ and backend is not CoreMLBackend:
-            backend.__bases__ = tuple(
-                DeregisteredBackend if b is BackendDetails else b for b in backend.__bases__
-            )
+    hide_from_search(CoreMLBackend.__name__, keep=CoreMLBackend, base=DeregisteredBackend)
 
 
 def owner_of(compile_specs: Iterable[CompileSpec]) -> type[BackendDetails]:

@@ -50,6 +50,27 @@ class Patch:
         return replace(self, replacement=functools.partial(self.replacement, state))
 
 
+@dataclass(frozen=True, slots=True)
+class PrivateInterface:
+    """What this package uses of a library without a promise of the library.
+
+    Attributes:
+        name: Of the interface.
+        reason: Why no public interface does, in one sentence.
+        library: Name of the distribution.
+        versions: Releases that it was tested with, as "9.0"; they include "9.0.1".
+    """
+
+    name: str
+    reason: str
+    library: str
+    versions: tuple[str, ...]
+
+    def check(self) -> None:
+        """Log a warning, once, if the installed release was not tested."""
+        _check_version(f"use of {self.name}", self.library, self.versions)
+
+
 @dataclass(slots=True)
 class _Slot:
     """A patched attribute.
@@ -82,7 +103,7 @@ def patched(*patches: Patch) -> Generator[None]:
     """
     with ExitStack() as stack:
         for patch in patches:
-            _check_version(patch.name, patch.library, patch.versions)
+            _check_version(f"patch of {patch.name}", patch.library, patch.versions)
             stack.enter_context(_applied(patch))
         yield
 
@@ -131,14 +152,14 @@ def _dispatcher(slot: _Slot) -> Any:
 
 
 @functools.cache
-def _check_version(name: str, library: str, versions: tuple[str, ...]) -> None:
+def _check_version(change: str, library: str, versions: tuple[str, ...]) -> None:
     """Warn if the installed release of a library is not a tested one."""
     installed = importlib.metadata.version(library)
     release = installed.partition("+")[0]
     if not any(f"{release}.".startswith(f"{version}.") for version in versions):
         _LOGGER.warning(
-            "the patch of %s was tested with %s %s, not with %s",
-            name,
+            "the %s was tested with %s %s, not with %s",
+            change,
             library,
             ", ".join(versions),
             installed,

@@ -1,0 +1,46 @@
+"""What the private interfaces of ExecuTorch are used for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from executorch.exir.backend.backend_api import lower_all_submodules_to_backend, to_backend
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+
+from coreml_delegate.patches.executorch import hide_from_search
+
+
+def _backend(name: str, calls: list[str], label: str) -> type[BackendDetails]:
+    def preprocess(*_: Any) -> PreprocessResult:
+        calls.append(label)
+        return PreprocessResult()
+
+    def preprocess_multimethod(*_: Any) -> dict[str, list[PreprocessResult]]:
+        calls.append(label)
+        return {}
+
+    functions = {
+        "preprocess": staticmethod(preprocess),
+        "preprocess_multimethod": staticmethod(preprocess_multimethod),
+    }
+    return type(name, (BackendDetails,), functions)
+
+
+def _search_on_both_paths(name: str) -> None:
+    program = torch.export.export(torch.nn.ReLU(), (torch.ones(2),))
+    to_backend(name, program, [])
+    lower_all_submodules_to_backend(name, {"forward": []}, {"forward": program})
+
+
+def test_executorch_searches_backends_by_class_name() -> None:
+    """Of two, one path takes the first, the other the last; hidden backends are not found."""
+    calls: list[str] = []
+    backends = [_backend("TwinBackend", calls, label) for label in ("first", "last")]
+    hiding = type("HidingBackend", (BackendDetails,), {})
+    _search_on_both_paths("TwinBackend")
+    assert calls == ["first", "last"]
+    calls.clear()
+    hide_from_search("TwinBackend", keep=backends[0], base=hiding)
+    _search_on_both_paths("TwinBackend")
+    assert calls == ["first", "first"]

@@ -16,8 +16,8 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from coreml_delegate.patches.torch import pytree
 from coreml_delegate.value_names import Path, usual_keys
 
 _TREE: Any = pytree

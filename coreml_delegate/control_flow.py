@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
+
+from coreml_delegate.patches.torch import OpOverload
 
 _OWN: Any = torch.ops.coreml_delegate
 _LIBRARY = torch.library.Library("coreml_delegate", "FRAGMENT")
@@ -62,7 +63,7 @@ def _write_branch(branch: ExportedProgram) -> str:
             key: value for key, value in node.meta.items() if key in ("val", "tensor_meta")
         }
     stripped: Any = copy.copy(branch)
-    stripped._example_inputs = None  # they include weights, if weights are operands
+    stripped.example_inputs = None  # they include weights, if weights are operands
     buffer = io.BytesIO()
     torch.export.save(stripped, buffer)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -9,20 +9,18 @@ the results of its op infers the shapes.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
+
+from coreml_delegate.patches.torch import OpOverload, detect_fake_mode, schema_of, wrapped_kernels
 
 _ATEN: Any = torch.ops.aten
 _OWN: Any = torch.ops.coreml_delegate
 _LIBRARY = torch.library.Library("coreml_delegate", "FRAGMENT")
-_LOCK = threading.RLock()
 
 
 def _result_shapes(
@@ -43,7 +41,7 @@ def _result_shapes(
 
 
 def _define_placeholder(overload: Any) -> OpOverload:
-    schema = str(overload._schema).removeprefix("aten::")
+    schema = str(schema_of(overload)).removeprefix("aten::")
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, overload, "CompositeExplicitAutograd")
@@ -78,22 +76,11 @@ def dynamic_steps() -> Generator[None]:
     ``torch.nn.LSTM``, ``GRU`` and ``RNN`` may then have a dynamic number of steps, which
     ``torch.export`` otherwise refuses. The export time does not depend on the number of steps.
 
-    PyTorch's kernel tables are changed for the whole process in the meantime. Layers with real
-    tensors compute as usual.
+    It holds for this thread; other threads wait to enter. Layers with real tensors compute as
+    usual.
     """
-    with _LOCK:
-        tables: list[tuple[Any, dict[Any, Any]]] = [
-            (op, dict(op.py_kernels)) for op in PLACEHOLDER_OPS
-        ]
-        try:
-            for op, kernels in tables:
-                _set_kernels(
-                    op, {key: _infer_shapes_when_traced(kernel) for key, kernel in kernels.items()}
-                )
-            yield
-        finally:
-            for op, kernels in tables:
-                _set_kernels(op, kernels)
+    with wrapped_kernels(PLACEHOLDER_OPS, _infer_shapes_when_traced):
+        yield
 
 
 def _infer_shapes_when_traced(kernel: Any) -> Callable[..., Any]:
@@ -103,10 +90,3 @@ def _infer_shapes_when_traced(kernel: Any) -> Callable[..., Any]:
         return _result_shapes(*arguments) if is_traced else kernel(*arguments)
 
     return call
-
-
-def _set_kernels(op: Any, kernels: Mapping[Any, Any]) -> None:
-    # Private to torch, whose release this project pins.
-    op.py_kernels.clear()
-    op.py_kernels.update(kernels)
-    op._dispatch_cache.clear()

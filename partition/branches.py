@@ -23,13 +23,13 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport
 from coreml_delegate.partition.run import PartitionedProgram, PartitionRun
 from coreml_delegate.partition.verdicts.filters import ExcludedCalls
+from coreml_delegate.patches.torch import pytree
 
 
 def partition_with_branches(

@@ -10,7 +10,6 @@ from executorch.exir import EdgeCompileConfig
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from torch import nn
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -20,6 +19,7 @@ from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport
 from coreml_delegate.partition.session import EDGE, LoweringSession, edge_compile_config, plan
 from coreml_delegate.partition.verdicts.filters import NodePredicate
+from coreml_delegate.patches.torch import OpOverload
 
 _REPORTS = "reports"
 _NOT_COPIED = frozenset({"_spec", "_session"})

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from executorch.exir.passes.remove_graph_asserts_pass import RemoveGraphAssertsPass
-from torch._ops import OpOverload
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import GraphModule, Node
 
@@ -40,7 +39,7 @@ from coreml_delegate.partition.verdicts.filters import ExcludedCalls
 from coreml_delegate.partition.verdicts.operator_support import refused_calls, refused_one_by_one
 from coreml_delegate.partition.verdicts.parts import refuse_results
 from coreml_delegate.patches import patched
-from coreml_delegate.patches.torch import SKIP_GUARD_CODE
+from coreml_delegate.patches.torch import SKIP_GUARD_CODE, OpOverload
 from coreml_delegate.preprocess import package
 from coreml_delegate.targets import STATE_OPSET
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers

@@ -12,7 +12,6 @@ from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.backend.partitioner import Partitioner, PartitionResult
 from executorch.exir.verification.verifier import EXIRATenDialectVerifier
 from torch._export.verifier import SpecViolationError
-from torch._ops import OpOverload
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
@@ -28,6 +27,7 @@ from coreml_delegate.partition.report import DelegationReport, NodeReport
 from coreml_delegate.partition.run import PartitionRun, transform
 from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
 from coreml_delegate.partition.verdicts.filters import ExcludedCalls
+from coreml_delegate.patches.torch import OpOverload
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge
-from torch._ops import OpOverload
 from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
@@ -27,6 +26,7 @@ from coreml_delegate.errors import LoweringError
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import called_target, is_placeholder_op, overload_of, target_name
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles, has_kernel, is_custom
+from coreml_delegate.patches.torch import OpOverload, replace_in_signature
 from coreml_delegate.source_lines import source_of
 from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
 from coreml_delegate.transforms.control_flow import restore_control_flow
@@ -138,13 +138,8 @@ def _decompose(
                 copies[node] = module.graph.node_copy(node, copies.__getitem__)
             copies[node].meta = _meta(node, first_users[node])
     is_main = module is program.graph_module
-    hook: Any = module
     # Replacing an output has to update the signature.
-    with (
-        hook._set_replace_hook(program.graph_signature.get_replace_hook())
-        if is_main
-        else nullcontext()
-    ):
+    with replace_in_signature(module, program) if is_main else nullcontext():
         for result, node in zip(results, outputs, strict=True):
             result.replace_all_uses_with(copies[node])
     for call in reversed(calls):

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coreml_delegate.errors import InputError, ProgramError
+from coreml_delegate.patches.torch import TorchDispatchMode, pytree
 from coreml_delegate.runtime.diagnosis import is_beyond_int32, ratio_db, signals_and_errors
 from coreml_delegate.runtime.exact_sums import ExactSum
 

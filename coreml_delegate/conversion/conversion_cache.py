@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from coreml_delegate.caches import source_digest
@@ -27,6 +26,7 @@ from coreml_delegate.dynamic_shapes.symbols import declared_ranges
 from coreml_delegate.formats.blob import Files, size_of
 from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
 from coreml_delegate.module_scope import scopes_of
+from coreml_delegate.patches.torch import FakeTensor
 from coreml_delegate.third_party import quiet_import
 
 FOLDER: Final = "converted"

@@ -24,6 +24,7 @@ from torch.fx.node import map_arg
 
 from coreml_delegate.conversion.subgraph import without_memory
 from coreml_delegate.ops.constants import stored_nodes
+from coreml_delegate.patches.torch import replace_in_signature, set_parts
 
 _TAG = "delegation_tag"
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -98,7 +99,7 @@ def cut_partitions(
     partitions: dict[str, ExportedProgram] = {}
     for tag in tags:
         nodes = [node for node in graph_module.graph.nodes if tag_of(node) == tag]
-        with graph_module._set_replace_hook(owner.graph_signature.get_replace_hook()):
+        with replace_in_signature(graph_module, owner):
             submodule, call = create_submodule_from_nodes(graph_module, nodes, tag)
         submodule.graph.output_node().meta = graph_module.graph.output_node().meta
         partitions[tag], _, _ = create_exported_program_from_submodule(
@@ -129,13 +130,12 @@ def _split_shared_constants(owner: ExportedProgram, tags: Sequence[str]) -> None
     ExecuTorch's function copies the value for each. The copies are unused, so the program has
     tensors without elements during the call.
     """
-    writable: Any = owner
-    state, constants = writable._state_dict, writable._constants
-    writable._state_dict, writable._constants = _empty_tensors(state), _empty_tensors(constants)
+    tables = {"state_dict": owner.state_dict, "constants": owner.constants}
+    set_parts(owner, {name: _empty_tensors(table) for name, table in tables.items()})
     tag_constants(owner)  # a copied graph has the users in another order
     for tag in tags:
         _maybe_duplicate_constant_nodes(owner, tag)
-    writable._state_dict, writable._constants = state, constants
+    set_parts(owner, tables)
 
 
 def _empty_tensors(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -28,6 +27,7 @@ from coreml_delegate.formats.blob import Files
 from coreml_delegate.ops import Reason, ReasonCode, record_of
 from coreml_delegate.ops.call import GETITEM, target_name
 from coreml_delegate.ops.constants import is_derived, stored_constants
+from coreml_delegate.patches.torch import FakeTensor
 from coreml_delegate.targets import Opset
 
 logger = logging.getLogger(__name__)

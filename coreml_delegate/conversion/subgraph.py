@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch._export.verifier import load_verifier
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
@@ -26,10 +25,10 @@ from torch.export.graph_signature import (
 )
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from coreml_delegate.ops.call import GETITEM, overload_of, target_name
 from coreml_delegate.ops.sizes import is_size
+from coreml_delegate.patches.torch import FakeTensor, pytree
 
 
 def program_of(

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.utils._pytree import tree_map_only
+
+from coreml_delegate.patches.torch import pytree, schema_of
 
 _ATEN: Any = torch.ops.aten
 _VIEWS = (_ATEN.detach.default, _ATEN.alias.default)
@@ -78,10 +79,11 @@ class StoredWeight(torch.Tensor):
             return cls(args[0].read, args[0].shape)
         if func in _MOVES:
             return _lazy_result(func, args, kwargs or {})
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             raise TypeError(f"{func} would write to a weight that is in a file")
         return func(
-            *tree_map_only(cls, in_memory, args), **tree_map_only(cls, in_memory, kwargs or {})
+            *pytree.tree_map_only(cls, in_memory, args),
+            **pytree.tree_map_only(cls, in_memory, kwargs or {}),
         )
 
 
@@ -90,14 +92,14 @@ def _lazy_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> St
 
     def read() -> torch.Tensor:
         return func(
-            *tree_map_only(StoredWeight, in_memory, args),
-            **tree_map_only(StoredWeight, in_memory, kwargs),
+            *pytree.tree_map_only(StoredWeight, in_memory, args),
+            **pytree.tree_map_only(StoredWeight, in_memory, kwargs),
         ).contiguous()
 
     def without_memory(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, device="meta")
 
-    empty = tree_map_only(torch.Tensor, without_memory, (args, kwargs))
+    empty = pytree.tree_map_only(torch.Tensor, without_memory, (args, kwargs))
     return StoredWeight(read, func(*empty[0], **empty[1]).shape)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -25,6 +24,7 @@ from coreml_delegate.ops.call import (
     overload_of,
     target_name,
 )
+from coreml_delegate.patches.torch import OpOverload
 
 
 def boundary_obstacles(

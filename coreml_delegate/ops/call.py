@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
+from coreml_delegate.patches.torch import OpOverload, schema_of
 from coreml_delegate.placeholder_ops import ORIGINALS
 
 FLOAT = frozenset({torch.float32})
@@ -99,7 +99,7 @@ class OpCall:
     @classmethod
     def of(cls, node: Node, constants: Collection[Node] = ()) -> OpCall:
         """Bind a node's arguments to its op's schema, defaults included."""
-        schema = getattr(overload_of(node.target), "_schema", None)
+        schema = schema_of(overload_of(node.target))
         if schema is None:
             names = [f"arg{i}" for i in range(len(node.args))]
             named = dict(zip(names, node.args, strict=True)) | dict(node.kwargs)

@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
@@ -31,6 +30,7 @@ from coreml_delegate.ops.call import (
     ReasonCode,
     target_name,
 )
+from coreml_delegate.patches.torch import FakeTensor
 
 _MARK = "coreml_delegate_constant"
 FOLDED = "coreml_delegate_folded"

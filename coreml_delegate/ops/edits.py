@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from executorch.exir.dialects._ops import ops as exir_ops
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import Node
@@ -20,6 +19,7 @@ from torch.fx.node import map_arg
 
 from coreml_delegate.ops.call import GETITEM, OpCall, overload_of, target_name
 from coreml_delegate.ops.record import Rewrite
+from coreml_delegate.patches.torch import detect_fake_mode, schema_of
 
 ATEN: Any = exir_ops.edge.aten
 
@@ -49,7 +49,7 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 def set_arguments(node: Node, **changes: Any) -> None:
     """Set arguments of a call; by position if all arguments before them are positional."""
-    schema = overload_of(node.target)._schema.arguments
+    schema = schema_of(overload_of(node.target)).arguments
     positions = {a.name: n for n, a in enumerate(schema)}
     args, kwargs = list(node.args), dict(node.kwargs)
     for name, value in changes.items():

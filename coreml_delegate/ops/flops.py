@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from coreml_delegate.ops.call import OpCall, overload_of
+from coreml_delegate.patches.torch import schema_of
 
 Estimator = Callable[[OpCall], int]
 
@@ -40,7 +41,7 @@ def nothing(_: OpCall) -> int:
 
 def unknown(call: OpCall) -> int:
     """Estimate for an op without a record: 0 for a view, else one operation per result element."""
-    schema = getattr(overload_of(call.node.target), "_schema", None)
+    schema = schema_of(overload_of(call.node.target))
     is_view = any(r.alias_info is not None for r in (() if schema is None else schema.returns))
     return 0 if is_view else result_elements(call)
 

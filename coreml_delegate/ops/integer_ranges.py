@@ -12,7 +12,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
@@ -21,6 +20,7 @@ from coreml_delegate.ops.call import INT32, NARROW, OpCall, Reason, ReasonCode, 
 from coreml_delegate.ops.constants import stored_constants
 from coreml_delegate.ops.intervals import UNKNOWN, Interval, hull, product
 from coreml_delegate.ops.record import numbers_fit
+from coreml_delegate.patches.torch import FakeTensor
 
 _REMEDY = "Keep its values within int32"
 _NARROW_DTYPES = NARROW | {torch.int8}

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch._ops import OpOverload
 
 from coreml_delegate.ops import recurrent_layers
 from coreml_delegate.ops.recurrent_layers import Stack
+from coreml_delegate.patches.torch import OpOverload
 from coreml_delegate.placeholder_ops import PLACEHOLDER_OPS
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools

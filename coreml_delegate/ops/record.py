@@ -30,6 +30,7 @@ from coreml_delegate.ops.call import (
 from coreml_delegate.ops.flops import ONE_PER_RESULT, Estimator
 from coreml_delegate.ops.merging import Merge, obstacle_to_merging
 from coreml_delegate.ops.quantization import IN_FLOAT, Quantization
+from coreml_delegate.patches.torch import schema_of
 from coreml_delegate.targets import Opset
 
 
@@ -156,7 +157,7 @@ class OpRecord:
 
 def numbers_fit(call: OpCall) -> Reason | None:
     """Integers that an op computes with fit int32; positions, as the end of a slice, need not."""
-    schema = getattr(overload_of(call.node.target), "_schema", None)
+    schema = schema_of(overload_of(call.node.target))
     for argument in () if schema is None else schema.arguments:
         value = call.arguments.get(argument.name)
         counts = str(argument.type) in ("number", "Optional[number]", "Tensor")

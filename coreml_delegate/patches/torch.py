@@ -1,11 +1,47 @@
-"""Patches of torch."""
+"""Patches of torch, and its private interfaces that several modules use.
+
+Classes of operators, fake tensors and containers have no public names; torch is imported already
+where they are used.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch._guards import detect_fake_mode
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from coreml_delegate.patches import Patch
+
+__all__ = [
+    "SKIP_GUARD_CODE",
+    "FakeTensor",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "detect_fake_mode",
+    "is_traceable_wrapper_subclass",
+    "pytree",
+    "replace_in_signature",
+    "schema_of",
+    "set_parts",
+    "with_parts",
+    "wrapped_kernels",
+]
+
+_KERNEL_LOCK = threading.RLock()
 
 
 def _no_guard_code(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -25,3 +61,91 @@ SKIP_GUARD_CODE = Patch(
     library="torch",
     versions=("2.13",),
 )
+
+
+def schema_of(operator: Any) -> Any:
+    """Return the schema of an operator, ``torch.FunctionSchema``; None for other callables.
+
+    No public function returns it.
+    """
+    return getattr(operator, "_schema", None)
+
+
+def with_parts(program: ExportedProgram, **parts: Any) -> ExportedProgram:
+    """Return a shallow copy of a program with other parts; see ``set_parts``."""
+    changed = copy.copy(program)
+    set_parts(changed, parts)
+    return changed
+
+
+def set_parts(program: ExportedProgram, parts: Mapping[str, Any]) -> None:
+    """Set parts of a program, whose properties are read-only.
+
+    A new ``ExportedProgram`` would print its guards and be verified again.
+
+    Args:
+        program: Changed.
+        parts: By the names of the properties, as ``graph_signature``.
+    """
+    for name, value in parts.items():
+        setattr(program, f"_{name}", value)
+
+
+def replace_in_signature(
+    module: GraphModule, program: ExportedProgram
+) -> AbstractContextManager[Any]:
+    """Rename results in the signature of a program as nodes of its graph are replaced.
+
+    No public function of ``GraphModule`` sets its hook.
+
+    Args:
+        module: The graph module of the program, or a copy.
+        program: Its signature is changed while the context is open.
+    """
+    hooked: Any = module
+    return hooked._set_replace_hook(program.graph_signature.get_replace_hook())
+
+
+@contextmanager
+def wrapped_kernels(ops: Iterable[OpOverload], wrap: Callable[[Any], Any]) -> Generator[None]:
+    """Wrap the Python kernels of operators in this thread.
+
+    All threads share the tables of kernels, and there is no public way to replace a kernel and to
+    restore it.
+
+    Args:
+        ops: The operators.
+        wrap: Takes a kernel, and returns the function to call in its place.
+    """
+    thread = threading.get_ident()
+    with _KERNEL_LOCK:
+        tables: list[tuple[Any, dict[Any, Any]]] = [(op, dict(_kernels(op))) for op in ops]
+        try:
+            for op, kernels in tables:
+                wrapped = {
+                    key: _in_thread(thread, wrap(kernel), kernel) for key, kernel in kernels.items()
+                }
+                _set_kernels(op, wrapped)
+            yield
+        finally:
+            for op, kernels in tables:
+                _set_kernels(op, kernels)
+
+
+def _in_thread(thread: int, wrapped: Any, kernel: Any) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        function = wrapped if threading.get_ident() == thread else kernel
+        return function(*arguments, **keywords)
+
+    return call
+
+
+def _kernels(op: Any) -> dict[Any, Any]:
+    return op.py_kernels
+
+
+def _set_kernels(op: Any, kernels: Mapping[Any, Any]) -> None:
+    _kernels(op).clear()
+    _kernels(op).update(kernels)
+    op._dispatch_cache.clear()

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tag
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import (
     InputKind,
@@ -31,6 +29,7 @@ from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.ops.constants import stored_constants
 from coreml_delegate.ops.edits import add_placeholder, value_of
+from coreml_delegate.patches.torch import FakeTensor, OpOverload
 from coreml_delegate.source_lines import source_of
 from coreml_delegate.transforms.complex_operators import OPERATORS
 from coreml_delegate.transforms.complex_pairs import (

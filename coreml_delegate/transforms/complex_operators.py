@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from coreml_delegate.ops.call import GETITEM, overload_of
 from coreml_delegate.ops.edits import arguments_of, value_of
+from coreml_delegate.patches.torch import schema_of
 from coreml_delegate.transforms import fourier
 from coreml_delegate.transforms.complex_pairs import (
     ATEN,
@@ -119,7 +120,7 @@ def _fill(call: PairCall) -> Pair | Node:
     result = value_of(call.node).dtype
     dtype = COMPONENTS.get(result, result)
     number = call.arguments.get("fill_value", call.arguments.get("s"))
-    names = [a.name for a in overload_of(call.node.target)._schema.arguments]
+    names = [a.name for a in schema_of(overload_of(call.node.target)).arguments]
 
     def fill(part: Any) -> Node:
         def replace(name: str, value: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from coreml_delegate.ops.call import OpCall
 from coreml_delegate.ops.edits import insert, value_of
+from coreml_delegate.patches.torch import schema_of
 
 ATEN: Any = torch.ops.aten
 
@@ -295,7 +296,7 @@ class PairCall:
             target: The op, with the arguments of the complex call.
             data: Whether the argument of a name has values, not positions or sizes.
         """
-        names = [a.name for a in target._schema.arguments]
+        names = [a.name for a in schema_of(target).arguments]
         arguments = dict(zip(names, self.node.args, strict=False)) | dict(self.node.kwargs)
         operands = [v for name, v in arguments.items() if data(name) for v in _flat(v)]
         pairs = [self.pair(v) for v in operands if v is not None]

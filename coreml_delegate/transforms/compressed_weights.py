@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.ops import Reason, ReasonCode, obstacle
@@ -20,6 +19,7 @@ from coreml_delegate.ops.call import DECOMPRESS, DEQUANTIZE_AFFINE, target_name
 from coreml_delegate.ops.compressed import blocks
 from coreml_delegate.ops.constants import is_derived, stored_nodes
 from coreml_delegate.ops.edits import arguments_of, become, insert, shape_of, value_of
+from coreml_delegate.patches.torch import is_traceable_wrapper_subclass
 from coreml_delegate.targets import Opset
 
 _ATEN: Any = torch.ops.aten

@@ -22,12 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tag
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.call import GETITEM, OpCall, flatten, target_name
@@ -36,6 +33,12 @@ from coreml_delegate.ops.constraints import IsConstant
 from coreml_delegate.ops.edits import add_constant, become
 from coreml_delegate.ops.flops import bytes_of, tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
+from coreml_delegate.patches.torch import (
+    FakeTensor,
+    OpOverload,
+    is_traceable_wrapper_subclass,
+    schema_of,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -148,7 +151,7 @@ def _is_mutable(node: Node) -> bool:
     target: Any = node.target
     return (
         isinstance(node.target, OpOverload)
-        and target._schema.is_mutable
+        and schema_of(target).is_mutable
         and target_name(target) not in _FRESH
     )
 

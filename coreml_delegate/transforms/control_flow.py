@@ -30,6 +30,7 @@ from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import BOUNDARY, NARROW, flatten
 from coreml_delegate.ops.constants import NO_INPUTS, Inputs, known_values, stored_constants
+from coreml_delegate.patches.torch import with_parts
 
 _logger = logging.getLogger(__name__)
 _HIGHER: Any = torch.ops.higher_order
@@ -110,10 +111,10 @@ def protect_control_flow(
     """
     if not any(node.target in _HIGHER_ORDER_OPS for node in program.graph.nodes):
         return program
-    copied: Any = copy.copy(program)
     # A deep copy of the program would copy its constants too.
-    copied._graph_module = GraphModule(program.graph_module, copy.deepcopy(program.graph))
-    copied._graph_module.meta.update(program.graph_module.meta)
+    module = GraphModule(program.graph_module, copy.deepcopy(program.graph))
+    module.meta.update(program.graph_module.meta)
+    copied = with_parts(program, graph_module=module)
     stored = known_values(copied, inputs)
     for node in list(copied.graph.nodes):
         if node.target not in _HIGHER_ORDER_OPS:
@@ -265,15 +266,11 @@ def with_constants(branch: ExportedProgram, positions: Collection[int]) -> Expor
         branch: It shares its graph with the result.
         positions: Positions of the constant inputs.
     """
-    copied: Any = copy.copy(branch)
-    copied._graph_signature = copy.deepcopy(branch.graph_signature)
-    copied._constants = dict(branch.constants)
-    users = [
-        spec for spec in copied._graph_signature.input_specs if spec.kind is InputKind.USER_INPUT
-    ]
+    signature, constants = copy.deepcopy(branch.graph_signature), dict(branch.constants)
+    users = [spec for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT]
     values = {node.name: node.meta["val"] for node in branch.graph.find_nodes(op="placeholder")}
     for position in positions:
         spec = users[position]
         spec.kind, spec.target = InputKind.CONSTANT_TENSOR, f"operand_{position}"
-        copied._constants[spec.target] = values[spec.arg.name]
-    return copied
+        constants[spec.target] = values[spec.arg.name]
+    return with_parts(branch, graph_signature=signature, constants=constants)

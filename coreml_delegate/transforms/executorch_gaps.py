@@ -32,15 +32,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
-from torch.utils import _pytree as pytree
 
 from coreml_delegate.containers import keys_of
 from coreml_delegate.ops.sizes import is_size
+from coreml_delegate.patches.torch import OpOverload, pytree, schema_of, with_parts
 
 _logger = logging.getLogger(__name__)
 
@@ -70,11 +69,10 @@ def name_values(program: ExportedProgram) -> ExportedProgram:
     entries = [_with_names(entry) for entry in program.module_call_graph]
     if entries == list(program.module_call_graph):
         return program
-    named: Any = copy.copy(program)
-    named._module_call_graph = entries
+    named: Any = with_parts(program, module_call_graph=entries)
     if program.example_inputs is not None:
         inputs = pytree.tree_leaves(program.example_inputs)
-        named._example_inputs = pytree.tree_unflatten(inputs, named.call_spec.in_spec)
+        named.example_inputs = pytree.tree_unflatten(inputs, named.call_spec.in_spec)
     return named
 
 
@@ -151,9 +149,7 @@ def drop_text_results(program: ExportedProgram) -> ExportedProgram:
             for n, spec in enumerate(specs)
         ],
     )
-    edited: Any = copy.copy(program)
-    edited._graph_module, edited._graph_signature = module, signature
-    return edited
+    return with_parts(program, graph_module=module, graph_signature=signature)
 
 
 def drop_empty_parts(program: ExportedProgram) -> ExportedProgram:
@@ -197,8 +193,7 @@ def drop_assertions(program: ExportedProgram) -> ExportedProgram:
     """
     if not any(_unused_assertions(graph) for graph in _graphs(program.graph_module)):
         return program
-    edited: Any = copy.copy(program)
-    edited._graph_module = copy.deepcopy(program.graph_module)
+    edited = with_parts(program, graph_module=copy.deepcopy(program.graph_module))
     for graph in _graphs(edited.graph_module):
         for node in _unused_assertions(graph):
             graph.erase_node(node)
@@ -299,7 +294,7 @@ _UNCHECKED: Mapping[OpOverload, OpOverload] = MappingProxyType(
 
 def _unchecked_call(op: Any, unchecked: OpOverload) -> Callable[..., Any]:
     """Return ``op`` computed by ``unchecked``, without its last result, the error code."""
-    count = len(op._schema.returns)
+    count = len(schema_of(op).returns)
 
     def call(*args: Any, **keywords: Any) -> Any:
         results = unchecked(*args, **keywords)

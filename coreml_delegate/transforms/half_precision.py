@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.fx import GraphModule, Node
@@ -21,6 +20,7 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from coreml_delegate.ops.call import target_name
+from coreml_delegate.patches.torch import detect_fake_mode
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.export import ExportedProgram
 from torch.fx import Node
@@ -17,6 +17,7 @@ from coreml_delegate.partition.grouping.mutable_buffers import tag_states
 from coreml_delegate.partition.grouping.selection import Selection
 from coreml_delegate.partition.grouping.stages import Group, group_calls
 from coreml_delegate.partition.grouping.symbolic_sizes import stranded_sizes
+from coreml_delegate.patches.torch import set_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +103,8 @@ def _copy_tables(program: ExportedProgram) -> None:
     ExecuTorch removes the data of delegates from them, and shares a table with the original
     program, which must not change.
     """
-    writable: Any = program
-    writable._constants = copy.copy(program.constants)
-    writable._state_dict = copy.copy(program.state_dict)
+    tables = {"constants": program.constants, "state_dict": program.state_dict}
+    set_parts(program, {name: copy.copy(table) for name, table in tables.items()})
 
 
 def _tag_groups(program: ExportedProgram, groups: Sequence[Group], prefix: str) -> list[str]:

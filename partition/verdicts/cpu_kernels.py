@@ -20,7 +20,6 @@ from executorch.exir.dialects.edge.op.api import to_variant
 from executorch.exir.passes.executorch_prim_ops_registry import is_sym_op
 from executorch.exir.sym_util import eval_upper_bound
 from executorch.runtime import Runtime
-from torch._ops import HigherOrderOperator, OpOverload
 from torch.export import default_decompositions
 from torch.fx import GraphModule, Node
 from torchgen.model import SchemaKind
@@ -28,6 +27,7 @@ from torchgen.model import SchemaKind
 from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode
 from coreml_delegate.ops.call import called_target, overload_of, target_name
 from coreml_delegate.ops.flops import tensors_of
+from coreml_delegate.patches.torch import HigherOrderOperator, OpOverload, schema_of
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def is_composite(op: Any) -> bool:
 
     Views do not count: ExecuTorch cannot preserve them.
     """
-    arguments, results = op._schema.arguments, op._schema.returns
+    arguments, results = schema_of(op).arguments, schema_of(op).returns
     return (
         any("Tensor" in str(value.type) for value in arguments)
         and all("Tensor" in str(value.type) for value in results)
@@ -139,7 +139,7 @@ def _registered_variant(overload: OpOverload) -> str:
 def _remedy_without_variant(overload: OpOverload) -> str:
     if not is_custom(overload) or not _returns_tensors(overload):
         return "Write the model with other operators"
-    kernel = f"{overload.name()}{'_' if _schema_of(overload).overload_name else '.'}out"
+    kernel = f"{overload.name()}{'_' if schema_of(overload).overload_name else '.'}out"
     return (
         f'Register {kernel} before the export, by torch.library.define("{kernel}", '
         f'"{_out_schema(overload)}") and torch.library.impl("{kernel}", '
@@ -153,13 +153,13 @@ def is_custom(overload: Any) -> bool:
 
 
 def _returns_tensors(overload: OpOverload) -> bool:
-    returns = _schema_of(overload).returns
+    returns = schema_of(overload).returns
     return bool(returns) and all(str(value.type) == "Tensor" for value in returns)
 
 
 def _out_schema(overload: OpOverload) -> str:
     """Return the schema of the out variant of an op, without its name."""
-    schema = _schema_of(overload)
+    schema = schema_of(overload)
     text = str(schema)
     inputs = text[text.index("(") + 1 : text.rindex(") ->")]
     letters = (letter for letter in string.ascii_lowercase if f"({letter}" not in inputs)
@@ -169,10 +169,6 @@ def _out_schema(overload: OpOverload) -> str:
     star = [] if any(argument.kwarg_only for argument in schema.arguments) else ["*"]
     results = types[0] if len(types) == 1 else f"({', '.join(types)})"
     return f"({', '.join([*([inputs] if inputs else []), *star, *outputs])}) -> {results}"
-
-
-def _schema_of(overload: Any) -> Any:
-    return overload._schema
 
 
 def _effect(node: Node) -> Reason | None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from coreml_delegate.errors import UnsupportedOpError
+from coreml_delegate.patches.torch import OpOverload, OpOverloadPacket, schema_of
 
 _logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _torch_overload(name: str) -> OpOverload | None:
 
 
 def _from_schema(name: str, overload: OpOverload) -> Kernel:
-    arguments = overload._schema.arguments  # pyright: ignore[reportPrivateUsage]  # no other access
+    arguments = schema_of(overload).arguments
     positional = sum(not argument.kwarg_only for argument in arguments)
     return Kernel(
         name=name,

@@ -20,9 +20,9 @@ from typing import IO, Any, Final, Protocol, cast
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.patches.torch import pytree
 from coreml_delegate.runtime.mil.program import Feature
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.inputs import images

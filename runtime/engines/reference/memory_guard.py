@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
 
+from coreml_delegate.patches.torch import TorchDispatchMode, pytree, schema_of
 from coreml_delegate.runtime.engines.limits import largest_request
 
 _FREE_ELEMENTS = 1 << 25
@@ -154,7 +153,7 @@ def _shape_of(value: Any) -> Any:
 
 def _allocates(func: Any) -> bool:
     """Whether an operator returns new tensors, rather than views or changes in place."""
-    return all(result.alias_info is None for result in func._schema.returns)
+    return all(result.alias_info is None for result in schema_of(func).returns)
 
 
 def _most_elements(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> float:
@@ -163,7 +162,7 @@ def _most_elements(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -
         # Keywords are dtypes and the like; if an operand is a keyword, the bound raises TypeError.
         with suppress(TypeError, IndexError):
             return _BOUNDS[func](*args)
-    leaves = list(tree_iter((args, keywords)))
+    leaves = list(pytree.tree_iter((args, keywords)))
     if torch.Tag.pointwise in func.tags:
         shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]
         sizes = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
@@ -191,12 +190,12 @@ def _result_bytes(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) ->
         # Either the operator fails on real operands too and is reported then, or the size of its
         # result depends on values; such operators of torch only select elements of their operands.
         return 0
-    tensors = (result for result in tree_iter(results) if isinstance(result, Tensor))
+    tensors = (result for result in pytree.tree_iter(results) if isinstance(result, Tensor))
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
 def _on_meta(operands: Any) -> Any:
-    return tree_map(
+    return pytree.tree_map(
         lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf,
         operands,
     )

@@ -2,25 +2,25 @@
 
 ``torch.export`` flattens containers that ``torch.utils._pytree`` knows: tuples, lists, dicts, named
 tuples and, after the first import of transformers' models, their outputs. Dataclasses and the
-caches of transformers are registered here on demand. The result types of torch functions, for
-example ``torch.return_types.median``, are registered, but lack the name that
-``torch.export.save`` needs.
+caches of transformers are registered here on demand, by public functions of theirs. The result
+types of torch functions, for example ``torch.return_types.median``, are registered, but lack the
+name that ``torch.export.save`` needs; they get it on demand.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
-from coreml_delegate.patches.torch import pytree
+from coreml_delegate.patches.torch import name_container, pytree
 from coreml_delegate.value_names import Path, usual_keys
 
-_TREE: Any = pytree
 _CACHES = "transformers.cache_utils"
 _CACHE_SUPPORT = "transformers.integrations.executorch"
 
@@ -64,14 +64,12 @@ def _register_caches() -> bool:
 
 
 def name_return_types() -> None:
-    """Let ``torch.export`` save and load programs with results as ``torch.return_types.max``."""
-    for kind in _TREE.SUPPORTED_NODES.keys() & {*_return_types()}:
-        name = f"torch.return_types.{kind.__name__.rpartition('.')[2]}"
-        definition = _TREE.SUPPORTED_SERIALIZED_TYPES[kind]
-        if definition.serialized_type_name == _TREE.NO_SERIALIZED_TYPE_NAME_FOUND:
-            definition = definition._replace(serialized_type_name=name)
-            _TREE.SUPPORTED_SERIALIZED_TYPES[kind] = definition
-            _TREE.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind
+    """Let ``torch.export`` save and load programs with results as ``torch.return_types.max``.
+
+    It holds for the process; ``SourceModel`` calls it.
+    """
+    for kind in _return_types():
+        name_container(kind, f"torch.return_types.{kind.__name__.rpartition('.')[2]}")
 
 
 def _return_types() -> Sequence[type[Any]]:
@@ -86,7 +84,7 @@ def keys_of(spec: pytree.TreeSpec) -> list[str | int] | None:
     """
     kind: Any = spec.type
     context: Any = spec.context
-    if kind is _TREE.namedtuple:
+    if kind is namedtuple:
         return list(context._fields)
     if kind in _return_types():
         return list(kind.__match_args__)
@@ -105,6 +103,3 @@ def paths_of(spec: pytree.TreeSpec) -> list[Path]:
         for key, child in zip(keys, spec.children(), strict=True)
         for inner in paths_of(child)
     ]
-
-
-name_return_types()

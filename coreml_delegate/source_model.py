@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from coreml_delegate.containers import paths_of, register_containers
+from coreml_delegate.containers import name_return_types, paths_of, register_containers
 from coreml_delegate.dynamic_shapes.symbols import expression_of
 from coreml_delegate.errors import OptionError
 from coreml_delegate.patches.torch import pytree
@@ -122,6 +122,7 @@ class SourceModel:
         Raises:
             OptionError: ``torch.export`` cannot capture the model.
         """
+        name_return_types()
         if self.exported is not None:
             return self.exported
         with torch.no_grad(), wrap_errors("torch.export cannot capture the model", _capture_remedy):

@@ -13,7 +13,12 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from coreml_delegate.containers import keys_of, paths_of, register_containers
+from coreml_delegate.containers import (
+    keys_of,
+    name_return_types,
+    paths_of,
+    register_containers,
+)
 from coreml_delegate.transforms.executorch_gaps import name_values
 
 
@@ -39,6 +44,7 @@ RETURN_TYPES = {
 
 @pytest.mark.parametrize("name", RETURN_TYPES)
 def test_programs_that_return_what_torch_returns_are_saved_and_loaded(name):
+    name_return_types()
     x = torch.randn(3, 3)
     program = torch.export.export(Returning(RETURN_TYPES[name]), (x,))
     file = io.BytesIO()
@@ -51,12 +57,18 @@ def test_programs_that_return_what_torch_returns_are_saved_and_loaded(name):
 
 
 @pytest.mark.slow
-def test_it_is_enough_to_import_the_partitioner():
+def test_torch_saves_no_return_types_before_they_are_named():
     script = (
         "import io, torch; from coreml_delegate import CoreMLPartitioner\n"
+        "from coreml_delegate.containers import name_return_types\n"
         "class M(torch.nn.Module):\n"
         "    def forward(self, x): return torch.max(x, 0)\n"
-        "torch.export.save(torch.export.export(M(), (torch.ones(2, 2),)), io.BytesIO())"
+        "program = torch.export.export(M(), (torch.ones(2, 2),))\n"
+        "try: torch.export.save(program, io.BytesIO())\n"
+        "except NotImplementedError: pass\n"
+        "else: raise SystemExit('torch names them')\n"
+        "name_return_types()\n"
+        "torch.export.save(program, io.BytesIO())"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=120)
 

@@ -33,6 +33,7 @@ __all__ = [
     "TorchDispatchMode",
     "detect_fake_mode",
     "is_traceable_wrapper_subclass",
+    "name_container",
     "pytree",
     "replace_in_signature",
     "schema_of",
@@ -149,3 +150,20 @@ def _set_kernels(op: Any, kernels: Mapping[Any, Any]) -> None:
     _kernels(op).clear()
     _kernels(op).update(kernels)
     op._dispatch_cache.clear()
+
+
+def name_container(kind: type[Any], name: str) -> None:
+    """Name a container that torch takes apart but cannot save, for the whole process.
+
+    Containers are named as they are registered, and torch registers its own without names.
+
+    Args:
+        kind: Unchanged if torch does not know it, or if it has a name.
+        name: In the file of ``torch.export.save``.
+    """
+    tree: Any = pytree
+    definition = tree.SUPPORTED_SERIALIZED_TYPES.get(kind)
+    unnamed = tree.NO_SERIALIZED_TYPE_NAME_FOUND
+    if definition is not None and definition.serialized_type_name == unnamed:
+        tree.SUPPORTED_SERIALIZED_TYPES[kind] = definition._replace(serialized_type_name=name)
+        tree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = kind

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from coreml_delegate.containers import register_containers
+from coreml_delegate.containers import name_return_types, register_containers
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts.inputs import vision
 from coreml_delegate.scripts.inputs.sampling import generator, random_tensor
@@ -71,6 +71,7 @@ def load_source(
 def _load_exported(path: Path) -> SourceModel:
     if not path.is_file():
         raise OptionError("no such file", got=str(path), expected=FORMS)
+    name_return_types()
     with wrap_errors(f"{path} is not a program saved by torch.export.save"):
         program = torch.export.load(path)
         module = program.module()

@@ -21,8 +21,8 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from coreml_delegate.patches.torch_ranges import ValueRanges, bound_sympy, int_oo
 
 _MAX_SIZE = 2**31 - 1  # of a Core ML dimension
 _TRACED_MINIMUM = 2  # of every size during tracing

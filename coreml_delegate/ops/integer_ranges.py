@@ -14,13 +14,13 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
-from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from coreml_delegate.ops.call import INT32, NARROW, OpCall, Reason, ReasonCode, target_name
 from coreml_delegate.ops.constants import stored_constants
 from coreml_delegate.ops.intervals import UNKNOWN, Interval, hull, product
 from coreml_delegate.ops.record import numbers_fit
 from coreml_delegate.patches.torch import FakeTensor
+from coreml_delegate.patches.torch_ranges import ValueRanges, bound_sympy
 
 _REMEDY = "Keep its values within int32"
 _NARROW_DTYPES = NARROW | {torch.int8}

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import OutputKind
-from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, expression_of, hint_of
 from coreml_delegate.errors import OptionError
+from coreml_delegate.patches.torch_ranges import ValueRanges, bound_sympy
 from coreml_delegate.runtime.diagnosis import energy, ratio_db, signal_and_error
 from coreml_delegate.scripts import console
 from coreml_delegate.source_model import (

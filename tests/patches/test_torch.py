@@ -19,6 +19,7 @@ from coreml_delegate.patches.torch import (
     with_parts,
     wrapped_kernels,
 )
+from coreml_delegate.patches.torch_ranges import ValueRanges
 
 
 class _Halves(torch.nn.Module):
@@ -98,3 +99,10 @@ def test_only_operators_have_schemas() -> None:
     assert schema_of(torch.ops.aten.add.Tensor).arguments[0].name == "self"
     assert not hasattr(torch.ops.aten.add.Tensor, "schema")
     assert schema_of(len) is None
+
+
+def test_ranges_of_sizes_are_of_a_private_class() -> None:
+    program = export(_Halves(), (torch.ones(8),), dynamic_shapes=({0: Dim.DYNAMIC(max=64)},))
+    (bounds,) = program.range_constraints.values()
+    assert type(bounds) is ValueRanges
+    assert not hasattr(torch.export, "ValueRanges")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import OptionError
+from coreml_delegate.patches import patched
+from coreml_delegate.patches.coremltools import PALETTES_WITH_SCALES, mil_program
 from coreml_delegate.third_party import coremltools
 from coreml_delegate.weight_compression import (
     KINDS,
@@ -76,7 +76,7 @@ def _compress(
     names = {**(stage.get("op_name_configs") or {}), **_shared_weights(model, stage, option)}
     config = _config(optimize, {**stage, "op_name_configs": names}, option)
     scaled = any(c.get("enable_per_channel_scale") for _, c in configs_in(stage))
-    with _scale_tables() if scaled else nullcontext():
+    with patched(*(PALETTES_WITH_SCALES if scaled else ())):
         return apply(model, config=config, **keywords)
 
 
@@ -91,7 +91,7 @@ def _shared_weights(model: Any, stage: Stage, option: str) -> dict[str, Mapping[
         OptionError: Two users have different configurations.
     """
     configs_by_name: dict[str, Mapping[str, Any] | None] = {}
-    for op in _constants(model._mil_program):
+    for op in _constants(mil_program(model)):
         users = [user for output in op.outputs for user in output.child_ops]
         configs = [config_of(stage, user.op_type, user.name) for user in users]
         if op.name in (stage.get("op_name_configs") or {}) or all(c == configs[0] for c in configs):
@@ -127,50 +127,6 @@ def _is_compressed(op: Any, configs: Sequence[Mapping[str, Any]]) -> bool:
     shape = op.outputs[0].shape
     smallest = min(config.get("weight_threshold", 2048) for config in configs)
     return len(shape) > 1 and math.prod(shape) > smallest
-
-
-@contextmanager
-def _scale_tables() -> Generator[None]:
-    """Work around two errors of coremltools 9.0 with a scale per channel.
-
-    It scales the looked-up values by an op that macOS 26 does not load for the neural engine
-    (apple/coremltools#2688): here the table is scaled, which gives the same numbers. And it divides
-    a weight in place before it finds that the groups do not fit (apple/coremltools#2777): here the
-    weight is restored.
-    """
-    from coremltools.converters.mil import Builder
-    from coremltools.optimize.coreml._quantization_passes import palettize_weights
-
-    mb: Any = Builder
-    palettize: Any = palettize_weights
-    transform, scale_weight = palettize.transform_op, mb.constexpr_blockwise_shift_scale
-
-    def transform_and_restore(self: Any, op: Any) -> None:
-        weight = op.outputs[0].val
-        original = weight.copy()
-        transform(self, op)
-        if op.enclosing_block is not None:  # otherwise a palettized weight has replaced it
-            weight[...] = original
-
-    def scale_table(data: Any, scale: Any, **keywords: Any) -> Any:
-        lookup = data.op
-        if lookup.op_type != "constexpr_lut_to_dense":
-            return scale_weight(data=data, scale=scale, **keywords)
-        del keywords["offset"]
-        scaled = mb.constexpr_lut_to_dense(
-            indices=lookup.indices,
-            lut=lookup.lut.val * scale[..., None, None],  # axes of entries and of their elements
-            vector_axis=lookup.vector_axis,
-            **keywords,
-        )
-        lookup.enclosing_block.remove_ops([lookup])
-        return scaled
-
-    with (
-        mock.patch.object(palettize, "transform_op", transform_and_restore),
-        mock.patch.object(mb, "constexpr_blockwise_shift_scale", scale_table),
-    ):
-        yield
 
 
 def _config(optimize: Any, stage: Stage, option: str) -> Any:

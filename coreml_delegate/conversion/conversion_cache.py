@@ -26,6 +26,7 @@ from coreml_delegate.dynamic_shapes.symbols import declared_ranges
 from coreml_delegate.formats.blob import Files, size_of
 from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
 from coreml_delegate.module_scope import scopes_of
+from coreml_delegate.patches.coremltools import registered_translations
 from coreml_delegate.patches.torch import FakeTensor
 from coreml_delegate.third_party import quiet_import
 
@@ -133,13 +134,10 @@ def _version(distribution: str) -> str:
 def _is_extended() -> bool:
     """Whether other packages have registered translations or passes with coremltools."""
     with quiet_import():
-        from coremltools.converters.mil.frontend.torch.torch_op_registry import (
-            _TORCH_OPS_REGISTRY,  # pyright: ignore[reportPrivateUsage]  # no other access
-        )
         from coremltools.converters.mil.mil.passes.pass_registry import PASS_REGISTRY
 
     registered: list[Any] = [
-        *_TORCH_OPS_REGISTRY.name_to_func_mapping.values(),
+        *registered_translations(),
         *PASS_REGISTRY.passes.values(),
     ]
     builtin_packages = ("coremltools", _PACKAGE)

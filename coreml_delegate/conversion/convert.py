@@ -12,15 +12,11 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 from torch.export import ExportedProgram
@@ -29,13 +25,8 @@ from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.conversion.compression import compression_passes
 from coreml_delegate.conversion.coremltools_options import convert_keywords
 from coreml_delegate.conversion.debug_handles import operation_calls
-from coreml_delegate.conversion.fp16 import (
-    chunked_overflow_check,
-    lost_constants,
-    recording_fp32_constants,
-)
+from coreml_delegate.conversion.fp16 import lost_constants, recording_fp32_constants
 from coreml_delegate.conversion.native_parts import native_parts
-from coreml_delegate.conversion.workarounds import coremltools_workarounds
 from coreml_delegate.errors import (
     ContractError,
     ConversionError,
@@ -46,16 +37,17 @@ from coreml_delegate.errors import (
 from coreml_delegate.formats.blob import Content
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.fp32_constants import Constants
+from coreml_delegate.ops import control_flow, mil_ops
+from coreml_delegate.patches import Patch, patched
+from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools, describe_error, quiet_import
 
 MilSource = tuple[Any, Mapping[str, Any]]
 """A program that coremltools converts, and further keywords of ``coremltools.convert``."""
 
-# coremltools keeps global state while it converts, and tempfile.tempdir is global too.
+# coremltools keeps global state while it converts.
 _LOCK = threading.Lock()
-
-_COMPARE_CHUNK = 2**20  # elements of constants that are compared at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +158,13 @@ def check_translation(program: ExportedProgram, target: Opset | None) -> None:
         ConversionError: Coremltools failed; the cause is chained.
     """
     ct = coremltools()
-    with _LOCK, _quiet(), _silent_log(), _conversion_errors():
+    with (
+        _LOCK,
+        _quiet(),
+        _silent_log(),
+        patched(*_process_state()),
+        _conversion_errors(),
+    ):
         ct.convert(
             program,
             source="pytorch",
@@ -174,6 +172,15 @@ def check_translation(program: ExportedProgram, target: Opset | None) -> None:
             minimum_deployment_target=None if target is None else ct.target(int(target)),
             pass_pipeline=ct.PassPipeline.EMPTY,
         )
+
+
+def _process_state() -> tuple[Patch, ...]:
+    """Return patches by which a conversion leaves coremltools' state of the process alone."""
+    translations = {**mil_ops.translations(), **control_flow.translations()}
+    return (
+        *coremltools_patches.own_names(),
+        *coremltools_patches.with_translations(translations),
+    )
 
 
 def _convert(
@@ -186,17 +193,19 @@ def _convert(
     ct = coremltools()
     keywords = {**convert_keywords(ct, options, in_fp32), "source": source}
     compression = compression_passes(ct, options)
-    with _LOCK, _quiet(), mock.patch.object(tempfile, "tempdir", str(folder)):
+    with (
+        _LOCK,
+        _quiet(),
+        patched(
+            coremltools_patches.TEMPORARY_FOLDER.with_state(str(folder)),
+            *_process_state(),
+        ),
+    ):
         with (
             _conversion_errors(source),
             recording_fp32_constants() as recorded,
-            chunked_overflow_check(),
-            coremltools_workarounds(),
             native_parts(),
-            _validating_at_the_ends(),
-            _tracing_compressed_constants_if_any(),
-            _comparing_in_chunks(),
-            _writing_halves_uncopied(),
+            patched(*coremltools_patches.WORKAROUNDS, *coremltools_patches.faster()),
             _collecting_new_objects_only(),
         ):
             program, inputs = build()
@@ -204,9 +213,11 @@ def _convert(
             model = ct.convert(program, package_dir=package_path, **keywords, **inputs)
             del program
             # Before compression, which creates a new model without handles.
-            calls = operation_calls(model._mil_program)
+            mil_program = coremltools_patches.mil_program(model)
+            calls = operation_calls(mil_program)
             is_fp16 = options.precision is Precision.FLOAT16
-            fp32_constants = lost_constants(model._mil_program, recorded) if is_fp16 else None
+            fp32_constants = lost_constants(mil_program, recorded) if is_fp16 else None
+            del mil_program
             for compress in compression:
                 gc.collect()
                 model = compress(model)
@@ -252,134 +263,25 @@ def is_about_the_graph(error: Exception) -> bool:
 def _collecting_new_objects_only() -> Generator[None]:
     """Exclude existing objects from garbage collection.
 
-    A full collection takes several times as long as the conversion of a small subgraph, because of
-    the objects of torch and ExecuTorch. coremltools collects while it still holds the model; the
-    caller does so afterwards instead.
+    A full collection takes twice as long as the conversion of a small network, because of the
+    objects of torch and ExecuTorch; coremltools collects once per conversion.
     """
-    with mock.patch("coremltools.converters._converters_entry.gc"):
-        if gc.get_freeze_count():  # unfreezing would undo the caller's freeze
-            yield
-            return
-        gc.freeze()
-        try:
-            yield
-        finally:
-            gc.unfreeze()
-
-
-@contextmanager
-def _validating_at_the_ends() -> Generator[None]:
-    """Validate MIL before the first pass and after the last, rather than after each of about 110.
-
-    Passes that remove dead code are still followed by a validation, with source information.
-    Validation does not change a program, and takes about 40 % of the passes' time.
-    """
-    from coremltools.converters.mil.mil import Program
-
-    validate = Program.validate
-
-    def validate_ends(program: Any, check_essential_scope: bool | None = None) -> None:
-        # Passes that need no check pass False.
-        if check_essential_scope is not False:
-            validate(program, bool(check_essential_scope))
-
-    with mock.patch.object(Program, "validate", validate_ends):
+    if gc.get_freeze_count():  # unfreezing would undo the caller's freeze
         yield
-
-
-@contextmanager
-def _tracing_compressed_constants_if_any() -> Generator[None]:
-    """Skip coremltools' search for users of compressed constants in programs without any.
-
-    coremltools traces all values again whenever it leaves a block: about 110 times, and 430 for a
-    graph with a few loops. That is a third to a half of the passes' time.
-    """
-    from coremltools.converters.mil.mil import Block, Var
-
-    var_class: Any = Var
-    block_class: Any = Block
-    is_compressed = var_class._is_nonreplaceable_var
-    trace = block_class._propagate_nonreplaceable_vars
-    has_compressed = False
-
-    def record(var: Any) -> bool:
-        nonlocal has_compressed
-        result = is_compressed(var)
-        has_compressed |= result
-        return result
-
-    def trace_if_any(block: Any) -> None:
-        # Without compressed constants, the set of each value is empty.
-        if has_compressed:
-            trace(block)
-
-    with (
-        mock.patch.object(var_class, "_is_nonreplaceable_var", staticmethod(record)),
-        mock.patch.object(block_class, "_propagate_nonreplaceable_vars", trace_if_any),
-    ):
+        return
+    gc.freeze()
+    try:
         yield
-
-
-@contextmanager
-def _comparing_in_chunks() -> Generator[None]:
-    """Let coremltools compare large constants in chunks.
-
-    It compares constants that may be equal, as tied weights, by ``numpy.allclose``, which takes
-    24 times the memory of integers of 8 bits.
-    """
-    module = "coremltools.converters.mil.mil.passes.defs.cleanup.const_deduplication"
-    numpy = SimpleNamespace(**{**vars(np), "allclose": _all_close})
-    with mock.patch(f"{module}.np", numpy):
-        yield
-
-
-def _all_close(a: Any, b: Any, rtol: float, atol: float) -> bool:
-    """``numpy.allclose`` of arrays of equal shape, in chunks."""
-    rows = max(1, _COMPARE_CHUNK // max(1, a[0].size))
-    return all(
-        np.allclose(a[start : start + rows], b[start : start + rows], rtol=rtol, atol=atol)
-        for start in range(0, len(a), rows)
-    )
-
-
-@contextmanager
-def _writing_halves_uncopied() -> Generator[None]:
-    """Let coremltools write an fp16 constant without a second copy.
-
-    The largest is the embedding table of a language model: a gigabyte for 128,000 tokens of 4,096
-    values.
-    """
-    from coremltools.converters.mil.backend.mil import helper
-
-    name = "_get_offset_by_writing_data"
-    write: Any = getattr(helper, name)
-
-    def write_uncopied(var: Any, writer: Any) -> Any:
-        if var.val.dtype != np.float16:
-            return write(var, writer)
-        return writer.write_fp16_data(np.ascontiguousarray(var.val).reshape(-1).view(np.uint16))
-
-    with mock.patch.object(helper, name, write_uncopied):
-        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
 def _conversion_errors(source: str = "pytorch") -> Generator[None]:
     """Raise coremltools' errors as ``ConversionError``, with the node being translated."""
-    from coremltools.converters.mil.frontend.torch import ops
-
-    failed_at: list[str] = []
-    translate = ops.convert_single_node
-
-    def translate_and_record(context: Any, node: Any) -> None:
-        try:
-            translate(context, node)
-        except Exception:
-            failed_at.append(str(node.name))
-            raise
-
+    failed_nodes: list[str] = []
     try:
-        with mock.patch.object(ops, "convert_single_node", translate_and_record):
+        with patched(coremltools_patches.RECORD_FAILURE.with_state(failed_nodes)):
             yield
     except (LoweringError, OptionError):
         raise
@@ -397,7 +299,7 @@ def _conversion_errors(source: str = "pytorch") -> Generator[None]:
             got=describe_error(error),
             remedy=remedy if is_partition else None,
         )
-        failure.node = failed_at[0] if failed_at else None
+        failure.node = failed_nodes[0] if failed_nodes else None
         raise failure from error
 
 
@@ -421,21 +323,11 @@ def _quiet() -> Generator[None]:
     coremltools casts limits of fp32 to fp16, where infinity is the right result, and folds calls on
     constants: the logarithm of 0 is infinite, 0 / 0 is NaN, as on the device.
     """
-    import tqdm
-
-    silent = partial(tqdm.tqdm, disable=True)
-    frontend = "coremltools.converters.mil.frontend.torch.ops._tqdm"
-    passes = "coremltools.converters.mil.mil.passes.pass_pipeline.tqdm"
-    compression = "coremltools.optimize.coreml._quantization_passes.tqdm"
     with (
         quiet_import(),
         _filtered_log(),
         np.errstate(over="ignore", divide="ignore", invalid="ignore"),
-        mock.patch(frontend, silent),
-        mock.patch(passes, silent),
-        mock.patch(compression, silent),
-        # Numbers in names count per process; equal models need equal bytes.
-        mock.patch("coremltools.converters.mil.mil.Builder.name_count", defaultdict(int)),
+        patched(*coremltools_patches.SILENCE),
     ):
         yield
 

@@ -16,9 +16,6 @@ before: ultralytics/ultralytics#24990. One of the factors is scaled instead, as 
 is zero, pytorch/executorch#19523, facebookresearch/ConvNeXt#80. The squared tensor is divided by
 its largest magnitude first.
 
-**Constants beyond fp16.** Coremltools keeps an op in fp32 if one of its constants overflows. Its
-own check indexes each constant with int64, which takes several times the memory of the constant.
-
 **Constants that fp16 loses** are recorded in fp32: see ``formats.fp32_constants``.
 """
 
@@ -28,7 +25,6 @@ import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -46,7 +42,8 @@ from coreml_delegate.ops.edits import ATEN, insert, set_arguments, value_of
 from coreml_delegate.ops.flops import elements
 from coreml_delegate.ops.record import ScoreRole
 from coreml_delegate.ops.squares import root_of_squares
-from coreml_delegate.third_party import quiet_import
+from coreml_delegate.patches import coremltools as coremltools_patches
+from coreml_delegate.patches import patched
 
 # Calls that stay in fp32
 
@@ -121,8 +118,6 @@ def avoid_fp16_overflow(
 # Masks
 
 _FP16_MAX = float(torch.finfo(torch.float16).max)
-_INFINITE_FROM = 1e38
-"""Coremltools takes constants from this magnitude on for infinity; smaller constants use fp32."""
 
 
 def _bound_masks(program: ExportedProgram, in_fp32: Collection[int], ops: Collection[str]) -> None:
@@ -145,7 +140,7 @@ def _bound_factors(node: Node) -> None:
     bounded = {
         name: _clamp(node, argument)
         for name, argument in zip(("self", "other"), node.args, strict=False)
-        if _exceeds(argument, _INFINITE_FROM)
+        if _exceeds(argument, coremltools_patches.INFINITE_FROM)
     }
     if bounded:
         set_arguments(node, **bounded)
@@ -284,49 +279,6 @@ def _scale_squares(
             root.scale_down()
 
 
-# Constants beyond fp16
-
-_CHUNK = 2**20  # elements
-
-
-@contextmanager
-def chunked_overflow_check() -> Generator[None]:
-    """Make coremltools' fp16 pass use ``overflows``, which checks constants in chunks."""
-    with quiet_import():
-        from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
-
-    with mock.patch.object(FP16ComputePrecision, "fp16_overflow", staticmethod(overflows)):
-        yield
-
-
-def overflows(op: Any) -> bool:
-    """Return whether an op has a constant with finite values beyond fp16.
-
-    Args:
-        op: A MIL operation.
-    """
-    return any(_exceeds_fp16(np.asarray(value)) for value in _fp32_constants(op))
-
-
-def _fp32_constants(op: Any) -> Iterator[Any]:
-    for argument in op.inputs.values():
-        for var in argument if isinstance(argument, list | tuple) else (argument,):
-            if var.op is None or var.op.op_type != "const":
-                continue
-            if var.is_tensor_or_scalar_of(dtype="fp32"):
-                yield var.op.val.val
-
-
-def _exceeds_fp16(values: np.ndarray[Any, Any]) -> bool:
-    # Buffered, because a constant may be transposed, and flattening it would copy it.
-    flags: Any = ["external_loop", "buffered", "zerosize_ok"]
-    for chunk in np.nditer(values, flags=flags, order="K", buffersize=_CHUNK):
-        magnitudes = np.abs(chunk)
-        if ((magnitudes > _FP16_MAX) & (magnitudes < _INFINITE_FROM)).any():
-            return True
-    return False
-
-
 # Constants that fp16 loses
 
 
@@ -336,14 +288,9 @@ def recording_fp32_constants() -> Generator[Mapping[str, np.ndarray[Any, Any]]]:
 
     The values are in fp32, by the names of the rounded constants.
     """
-    with quiet_import():
-        from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
-
     recorded: dict[str, np.ndarray[Any, Any]] = {}
-    cast_to_fp16 = FP16ComputePrecision.apply
 
-    def apply(self: Any, program: Any) -> None:
-        cast_to_fp16(self, program)
+    def record(program: Any) -> None:
         for op in _operations(program):
             constant = op.x.op if op.op_type == "cast" and op.dtype.val == "fp16" else None
             if constant is None or constant.op_type != "const":
@@ -352,7 +299,7 @@ def recording_fp32_constants() -> Generator[Mapping[str, np.ndarray[Any, Any]]]:
             if value is not None:
                 recorded[op.outputs[0].name] = value
 
-    with mock.patch.object(FP16ComputePrecision, "apply", apply):
+    with patched(coremltools_patches.AFTER_FP16_CAST.with_state(record)):
         yield recorded
 
 

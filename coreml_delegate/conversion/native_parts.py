@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, Final
-from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +35,8 @@ from coreml_delegate.formats.weight_file import (
     read_weight,
     unpack_integers,
 )
+from coreml_delegate.patches import coremltools as coremltools_patches
+from coreml_delegate.patches import patched
 from coreml_delegate.third_party import coremltools, model_pb2
 
 _BYTE: Final = 8  # bits
@@ -151,22 +152,19 @@ def _find_weights(path: str) -> str | None:
 def native_parts() -> Generator[None]:
     """Patch coremltools to write and read files if it was built without its native modules."""
     coremltools()
-    from coremltools.converters.mil.backend.mil import load as writing
-    from coremltools.converters.mil.frontend.milproto import load as reading
-    from coremltools.models import model
-
-    patches_needed: list[tuple[Any, str, Any]] = []
-    if writing.BlobWriter is None:
-        patches_needed.append((writing, "BlobWriter", BlobStorageWriter))
-    if reading.BlobReader is None:
-        patches_needed.append((reading, "BlobReader", BlobStorageReader))
-    if vars(model)["_ModelPackage"] is None:
-        patches_needed += [
-            (model, "_create_mlpackage", _create_package),
-            (model, "_load_spec", _load_spec),
-            (model, "_try_get_weights_dir_path", _find_weights),
+    missing = [
+        native.with_state(replacement)
+        for native, replacement in (
+            (coremltools_patches.BLOB_WRITER, BlobStorageWriter),
+            (coremltools_patches.BLOB_READER, BlobStorageReader),
+        )
+        if coremltools_patches.is_missing(native)
+    ]
+    if coremltools_patches.lacks_packages():
+        missing += [
+            coremltools_patches.CREATE_PACKAGE.with_state(_create_package),
+            coremltools_patches.LOAD_SPEC.with_state(_load_spec),
+            coremltools_patches.FIND_WEIGHTS.with_state(_find_weights),
         ]
-    with ExitStack() as patches:
-        for owner, name, replacement in patches_needed:
-            patches.enter_context(mock.patch.object(owner, name, replacement))
+    with patched(*missing):
         yield

@@ -7,14 +7,13 @@ Source: coremltools' MIL op reference, ``control_flow``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Node
 
 from coreml_delegate.control_flow import read_branches, results_of
 from coreml_delegate.ops.call import ANY
@@ -192,27 +191,26 @@ def _at_least_1d(mb: Any, values: Any) -> tuple[Var, ...]:
 
 
 @cache
-def _register_translations() -> None:
-    """Register translations of these ops with coremltools, once."""
+def translations() -> Mapping[str, Callable[[Any, Any], None]]:
+    """Return translations of these ops, by name; each takes coremltools' context and the node."""
     coremltools()
-    from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
     from coremltools.converters.mil.mil import Builder
 
     mb: Any = Builder
 
-    def coreml_delegate_cond(context: Any, node: Any) -> None:
+    def cond(context: Any, node: Any) -> None:
         text, condition, operands = node.inputs
         then, otherwise = _blocks(mb, context, node, text)
         inputs = [context[name] for name in operands]
         context.add(_cond(mb, context[condition], inputs, then, otherwise), torch_name=node.name)
 
-    def coreml_delegate_while_loop(context: Any, node: Any) -> None:
+    def while_loop(context: Any, node: Any) -> None:
         text, *values = node.inputs
         goes_on, body = _blocks(mb, context, node, text)
         carry, operands = ([context[name] for name in names] for names in values)
         context.add(_while_loop(mb, carry, operands, goes_on, body), torch_name=node.name)
 
-    def coreml_delegate_scan(context: Any, node: Any) -> None:
+    def scan(context: Any, node: Any) -> None:
         text, *values = node.inputs
         (step,) = _blocks(mb, context, node, text)
         carry, sequences, operands = ([context[name] for name in names] for names in values)
@@ -220,23 +218,15 @@ def _register_translations() -> None:
         results = _scan(mb, carry, sequences, operands, rows, step)
         context.add(results, torch_name=node.name)
 
-    # Coremltools registers a translation under the name of its function too.
-    for translation in (coreml_delegate_cond, coreml_delegate_while_loop, coreml_delegate_scan):
-        name = translation.__name__.removeprefix("coreml_delegate_")
-        register_torch_op(translation, torch_alias=[f"coreml_delegate::{name}"], override=True)
+    own_ops = {"cond": cond, "while_loop": while_loop, "scan": scan}
+    return {f"coreml_delegate::{name}": translation for name, translation in own_ops.items()}
 
 
 def _blocks(mb: Any, context: Any, node: Any, text: str) -> list[Block]:
     return [_block_of(mb, branch, context, dict(node.meta)) for branch in read_branches(text)]
 
 
-def _register(_: Node) -> None:
-    _register_translations()
-
-
-_op = partial(
-    OpRecord, dtypes={"": ANY}, results=ANY, preserve=False, rewrite=_register, flops=nothing
-)
+_op = partial(OpRecord, dtypes={"": ANY}, results=ANY, preserve=False, flops=nothing)
 
 RECORDS = (
     _op("coreml_delegate.cond.default"),

@@ -1,11 +1,11 @@
 """Custom torch ops for MIL ops that coremltools' frontend does not emit.
 
-Rewrites insert them into a subgraph; their translations are registered with coremltools.
+Rewrites insert them into a subgraph; their translations hold while we convert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -55,7 +55,6 @@ def floor_divide() -> Any:
     Returns:
         The operator, taking two tensors of one dtype.
     """
-    _register_translations()
     return torch.ops.coreml_delegate.floor_divide.default
 
 
@@ -65,7 +64,6 @@ def integers() -> Any:
     Returns:
         The operator, taking the integers as a list.
     """
-    _register_translations()
     return torch.ops.coreml_delegate.integers.default
 
 
@@ -75,7 +73,6 @@ def product() -> Any:
     Returns:
         ATen's operator, without its dtype.
     """
-    _register_translations()
     return torch.ops.aten.prod.dim_int
 
 
@@ -85,7 +82,6 @@ def scatter_reduce() -> Any:
     Returns:
         ATen's operator, which includes ``self`` and takes a sum, product, maximum or minimum.
     """
-    _register_translations()
     return torch.ops.aten.scatter_reduce.two
 
 
@@ -95,7 +91,6 @@ def sliding_windows() -> Any:
     Returns:
         ATen's operator.
     """
-    _register_translations()
     return torch.ops.aten.unfold_copy.default
 
 
@@ -107,7 +102,6 @@ def shift_scale() -> Any:
         a value per block, the offset or None for 0; and ``blocks``, the number of blocks along
         every dimension.
     """
-    _register_translations()
     return torch.ops.coreml_delegate.shift_scale.default
 
 
@@ -117,7 +111,6 @@ def look_up() -> Any:
     Returns:
         The operator, taking ``indices`` [*shape] and ``tables`` [*blocks, 2**bits, 1].
     """
-    _register_translations()
     return torch.ops.coreml_delegate.look_up.default
 
 
@@ -130,7 +123,6 @@ def placeholder_op(overload: OpOverload) -> OpOverload:
     Returns:
         Its placeholder op; see ``placeholder_ops``.
     """
-    _register_translations()
     return PLACEHOLDER_OPS[overload]
 
 
@@ -140,29 +132,27 @@ def nms() -> OpOverload:
     Returns:
         The operator, which models may also call themselves.
     """
-    _register_translations()
     return torch.ops.coreml_delegate.nms.default
 
 
 @cache
-def _register_translations() -> None:
-    """Register the translations with coremltools, once."""
+def translations() -> Mapping[str, Callable[[Any, Any], None]]:
+    """Return translations of these ops, by name; each takes coremltools' context and the node."""
     coremltools()
-    from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
     from coremltools.converters.mil.mil import Builder
 
     builder: Any = Builder
 
-    def coreml_delegate_floor_divide(context: Any, node: Any) -> None:
+    def floor_divide(context: Any, node: Any) -> None:
         x, y = (context[name] for name in node.inputs)
         context.add(builder.floor_div(x=x, y=y, name=node.name))
 
-    def coreml_delegate_shift_scale(context: Any, node: Any) -> None:
+    def shift_scale(context: Any, node: Any) -> None:
         data, scale, offset, blocks, low, high = (_value(context, name) for name in node.inputs)
         value_range = int(low), int(high)
         context.add(_emit_shift_scale(builder, data, scale, offset, blocks, value_range, node.name))
 
-    def coreml_delegate_look_up(context: Any, node: Any) -> None:
+    def look_up(context: Any, node: Any) -> None:
         indices, tables = (_value(context, name) for name in node.inputs)
         bits = next(bits for bits in _INDEX_BITS if 2**bits >= tables.shape[-2])
         missing = 2**bits - tables.shape[-2]
@@ -171,46 +161,46 @@ def _register_translations() -> None:
         indices = indices.astype(_numpy_type(f"uint{bits}"))
         context.add(builder.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
 
-    def coreml_delegate_lstm(context: Any, node: Any) -> None:
+    def lstm(context: Any, node: Any) -> None:
         x, *states, stack = _layers(context, node)
         context.add(recurrent_layers.lstm(builder, x, states, stack), torch_name=node.name)
 
-    def coreml_delegate_gru(context: Any, node: Any) -> None:
+    def gru(context: Any, node: Any) -> None:
         x, state, stack = _layers(context, node)
         context.add(recurrent_layers.gru(builder, x, state, stack), torch_name=node.name)
 
-    def coreml_delegate_rnn_tanh(context: Any, node: Any) -> None:
+    def rnn_tanh(context: Any, node: Any) -> None:
         x, state, stack = _layers(context, node)
         context.add(recurrent_layers.rnn(builder, x, state, stack, "tanh"), torch_name=node.name)
 
-    def coreml_delegate_rnn_relu(context: Any, node: Any) -> None:
+    def rnn_relu(context: Any, node: Any) -> None:
         x, state, stack = _layers(context, node)
         context.add(recurrent_layers.rnn(builder, x, state, stack, "relu"), torch_name=node.name)
 
-    def coreml_delegate_nms(context: Any, node: Any) -> None:
+    def nms(context: Any, node: Any) -> None:
         boxes, scores = (context[name] for name in node.inputs[:2])
         threshold, count, per_class = (_value(context, name) for name in node.inputs[2:])
         limits = float(threshold), int(count), bool(per_class)
         context.add(_emit_nms(builder, boxes, scores, *limits), torch_name=node.name)
 
-    for translation, overload in (
-        (coreml_delegate_floor_divide, ""),
-        (coreml_delegate_shift_scale, ""),
-        (coreml_delegate_look_up, ""),
-        (coreml_delegate_nms, ""),
-        (coreml_delegate_lstm, ".input"),
-        (coreml_delegate_gru, ".input"),
-        (coreml_delegate_rnn_tanh, ".input"),
-        (coreml_delegate_rnn_relu, ".input"),
-    ):
-        name = f"{translation.__name__.removeprefix(f'{_NAMESPACE}_')}{overload}"
-        register_torch_op(translation, torch_alias=[f"{_NAMESPACE}::{name}"], override=True)
-    _register_aten_translations(builder)
+    own_ops = {
+        "floor_divide": floor_divide,
+        "shift_scale": shift_scale,
+        "look_up": look_up,
+        "nms": nms,
+        "lstm.input": lstm,
+        "gru.input": gru,
+        "rnn_tanh.input": rnn_tanh,
+        "rnn_relu.input": rnn_relu,
+    }
+    return {
+        **{f"{_NAMESPACE}::{name}": translation for name, translation in own_ops.items()},
+        **_more_translations(builder),
+    }
 
 
-def _register_aten_translations(builder: Any) -> None:
-    """Register translations of ``integers`` and of ATen ops that coremltools lacks."""
-    from coremltools.converters.mil.frontend.torch.torch_op_registry import register_torch_op
+def _more_translations(builder: Any) -> Mapping[str, Callable[[Any, Any], None]]:
+    """Return translations of ``integers`` and of ATen ops that coremltools lacks."""
 
     def integers(context: Any, node: Any) -> None:
         values = np.asarray(_value(context, node.inputs[0]), np.int32)
@@ -235,10 +225,12 @@ def _register_aten_translations(builder: Any) -> None:
         order = [*range(axis + 1), *range(axis + 2, x.rank + 1), axis + 1]
         context.add(builder.transpose(x=windows, perm=order, name=node.name))
 
-    register_torch_op(integers, torch_alias=[f"{_NAMESPACE}::integers"], override=True)
-    register_torch_op(prod, torch_alias=["prod.dim_int"], override=True)
-    register_torch_op(scatter_reduce, torch_alias=["scatter_reduce.two"], override=True)
-    register_torch_op(unfold, torch_alias=["unfold_copy"], override=True)
+    return {
+        f"{_NAMESPACE}::integers": integers,
+        "prod.dim_int": prod,
+        "scatter_reduce.two": scatter_reduce,
+        "unfold_copy": unfold,
+    }
 
 
 def _value(context: Any, name: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,8 @@ from coreml_delegate import graph
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion import convert
 from coreml_delegate.errors import ConversionError
+from coreml_delegate.patches import coremltools as coremltools_patches
+from coreml_delegate.patches import patched
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
@@ -29,7 +30,7 @@ def _files() -> dict[str, bytes]:
 
 def test_the_bytes_are_those_of_validating_after_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     seldom = _files()
-    monkeypatch.setattr(convert, "_validating_at_the_ends", nullcontext)
+    monkeypatch.setattr(coremltools_patches, "faster", tuple)
     assert _files() == seldom
 
 
@@ -81,7 +82,7 @@ def test_a_pass_that_breaks_the_program_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_constants_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "_COMPARE_CHUNK", 16)
+    monkeypatch.setattr(coremltools_patches, "_CHUNK", 16)
     values = np.linspace(-1, 1, 7 * 5, dtype=np.float32).reshape(7, 5)
     for place in ((0, 0), (3, 2), (6, 4)):
         for change in (0.0, 1e-3, np.nan):
@@ -89,7 +90,8 @@ def test_constants_are_compared_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
             other[place] += change
             for atol in (1e-12, 1e-2):
                 expected = np.allclose(values, other, rtol=0, atol=atol)
-                assert convert._all_close(values, other, rtol=0, atol=atol) == expected
+                with patched(coremltools_patches.COMPARE_IN_CHUNKS):
+                    assert np.allclose(values, other, rtol=0, atol=atol) == expected
 
 
 def test_halves_are_written_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +115,7 @@ def test_halves_are_written_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
 
     uncopied = package()
     assert sum(map(len, uncopied.values())) > 2 * 32 * 16
-    monkeypatch.setattr(convert, "_writing_halves_uncopied", nullcontext)
+    monkeypatch.setattr(coremltools_patches, "faster", tuple)
     assert package() == uncopied
 
 

@@ -13,7 +13,8 @@ from support.lowering import fp32_specs, lower
 
 from coreml_delegate import runtime
 from coreml_delegate.compile_options import Precision
-from coreml_delegate.conversion.workarounds import coremltools_workarounds
+from coreml_delegate.patches import patched
+from coreml_delegate.patches.coremltools import WORKAROUNDS
 from coreml_delegate.third_party import coremltools
 
 ct = coremltools()
@@ -56,7 +57,7 @@ def difference_in_place(x: Any) -> Any:
 def test_what_is_subtracted_is_not_negated_in_place(is_applied: bool) -> None:
     HELD.fill(0.5)
     program = mb.program(**SPEC)(difference_in_place)
-    with coremltools_workarounds() if is_applied else nullcontext():
+    with patched(*WORKAROUNDS) if is_applied else nullcontext():
         registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
         registry["common::fuse_conv_bias"](program)
     assert HELD[0, 0, 0] == (0.5 if is_applied else -0.5)
@@ -109,7 +110,7 @@ def test_passes(name: str, is_applied: bool) -> None:
     """If the case without it fails, coremltools has mended the pass: the workaround can go."""
     function, pass_name, kept, made = PASSES[name]
     program = mb.program(**SPEC)(function)
-    with coremltools_workarounds() if is_applied else nullcontext():
+    with patched(*WORKAROUNDS) if is_applied else nullcontext():
         registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
         registry[f"common::{pass_name}"](program)
     operations = program.functions["main"].operations
@@ -125,7 +126,7 @@ def test_a_reduction_over_all_dimensions_of_a_transpose(is_applied: bool) -> Non
     program = mb.program(**SPEC)(total)
     registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
     with (
-        coremltools_workarounds() if is_applied else nullcontext(),
+        patched(*WORKAROUNDS) if is_applied else nullcontext(),
         nullcontext() if is_applied else pytest.raises(KeyError, match="axes"),
     ):
         registry["common::reduce_transposes"](program)
@@ -140,7 +141,7 @@ def test_a_flipped_constant_has_strides_that_torch_takes(is_applied: bool) -> No
         values.append(row.val)
         return mb.add(x=x, y=row)
 
-    with coremltools_workarounds() if is_applied else nullcontext():
+    with patched(*WORKAROUNDS) if is_applied else nullcontext():
         mb.program(**SPEC)(flipped)
     assert list(values[0]) == [2, 1, 0]
     assert (values[0].strides[0] > 0) is is_applied
@@ -156,7 +157,7 @@ def test_scatters_among_constants_are_not_folded_to_what_comes_last(is_applied: 
         values.append(row.val)
         return mb.add(x=x, y=row)
 
-    with coremltools_workarounds() if is_applied else nullcontext():
+    with patched(*WORKAROUNDS) if is_applied else nullcontext():
         mb.program(**SPEC)(scattered)
     (value,) = values
     assert value is None if is_applied else list(value) == [0, 3, 2]
@@ -171,7 +172,7 @@ def test_weights_with_a_sign(is_applied: bool) -> None:
         table = {"quantized_data": data, "zero_point": zero, "scale": scale, "axis": np.int32(0)}
         return mb.matmul(x=x, y=mb.constexpr_affine_dequantize(**table))
 
-    with coremltools_workarounds() if is_applied else nullcontext():
+    with patched(*WORKAROUNDS) if is_applied else nullcontext():
         spec = {**SPEC, "input_specs": [mb.TensorSpec((2, 1))]}
         program = mb.program(**spec)(weight)
     (op,) = (
@@ -222,7 +223,7 @@ def test_constants_are_evaluated_rightly_or_not_at_all(name: str, is_applied: bo
         values.append(function().val)
         return mb.identity(x=x)
 
-    with coremltools_workarounds() if is_applied else nullcontext():
+    with patched(*WORKAROUNDS) if is_applied else nullcontext():
         try:
             mb.program(**SPEC)(evaluate)
         except AttributeError:

@@ -545,7 +545,22 @@ def mil_program(model: Any) -> Any:
     return model._mil_program
 
 
+def forget_value(var: Any) -> None:
+    """Make a value of a MIL program unknown until the program runs."""
+    var._sym_val = None
+
+
 # Native modules
+
+
+def core_ml_proxy() -> Any:
+    """Return the class by which coremltools calls Core ML, or None."""
+    return vars(pkgutil.resolve_name("coremltools.models.model"))["_MLModelProxy"]
+
+
+def load_error(model: Any) -> Exception | None:
+    """Return the error of loading an ``MLModel``, which is raised only at its first prediction."""
+    return model._framework_error
 
 
 BLOB_WRITER = _patch(

@@ -17,7 +17,6 @@ Source: ``coremltools/models/model.py`` of coremltools 9.0; ``CoreMLPython.mm``,
 
 from __future__ import annotations
 
-import importlib
 import shutil
 import tempfile
 import threading
@@ -40,6 +39,7 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.mlpackage import empty_folders
+from coreml_delegate.patches.coremltools import core_ml_proxy, load_error
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines.base import (
     Array,
@@ -334,7 +334,7 @@ def _refuse_options(options: EngineOptions) -> None:
 def _proxy() -> Any:
     """Return the class by which coremltools calls Core ML, or None."""
     third_party.coremltools()
-    return vars(importlib.import_module("coremltools.models.model"))["_MLModelProxy"]
+    return core_ml_proxy()
 
 
 def _function_name(function: Function, source: ProgramSource) -> str | None:
@@ -360,7 +360,7 @@ def _load(path: Path, function_name: str | None, unit: ComputeUnit) -> Any:
             raise _refusal(describe_error(error)) from error
     if model.__proxy__ is not None:
         return model
-    error = model._framework_error  # coremltools raises it only at predict
+    error = load_error(model)
     if error is not None:
         raise _refusal(first_line(error)) from error
     newest = _proxy().maximum_supported_specification_version()

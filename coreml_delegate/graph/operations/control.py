@@ -10,6 +10,7 @@ from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.emitter import Emitter, operation
 from coreml_delegate.graph.node import Closure, Node, Scope, Value, needed_nodes
 from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, DType, TensorType
+from coreml_delegate.patches.coremltools import forget_value
 
 Function = Callable[..., Any] | Closure
 """A function of values: a closure, or a Python function to trace."""
@@ -20,7 +21,7 @@ _FLAG = TensorType(DType.BOOL, ())
 def opaque(c: Composer, var: Var) -> Var:
     """Return a copy that coremltools does not fold as a constant while it builds the program."""
     copy = c.mb.identity(x=var)
-    copy._sym_val = None
+    forget_value(copy)
     return copy
 
 

@@ -161,7 +161,7 @@ def check_translation(program: ExportedProgram, target: Opset | None) -> None:
     with (
         _LOCK,
         _quiet(),
-        _silent_log(),
+        _filtered_log(_is_critical),
         patched(*_process_state()),
         _conversion_errors(),
     ):
@@ -325,7 +325,7 @@ def _quiet() -> Generator[None]:
     """
     with (
         quiet_import(),
-        _filtered_log(),
+        _filtered_log(_is_unexpected),
         np.errstate(over="ignore", divide="ignore", invalid="ignore"),
         patched(*coremltools_patches.SILENCE),
     ):
@@ -349,23 +349,22 @@ def _is_unexpected(record: logging.LogRecord) -> bool:
     return not record.getMessage().lstrip().startswith(_EXPECTED_MESSAGES)
 
 
-@contextmanager
-def _filtered_log() -> Generator[None]:
-    logger = logging.getLogger("coremltools")
-    logger.addFilter(_is_unexpected)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_unexpected)
+def _is_critical(record: logging.LogRecord) -> bool:
+    """Return whether a record of coremltools is more than a warning or error of a trial."""
+    return record.levelno >= logging.CRITICAL
 
 
 @contextmanager
-def _silent_log() -> Generator[None]:
-    """Silence coremltools' warnings about a model that is not run."""
+def _filtered_log(is_kept: Callable[[logging.LogRecord], bool]) -> Generator[None]:
+    """Drop coremltools' log records of this thread unless ``is_kept``."""
     logger = logging.getLogger("coremltools")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    thread = threading.get_ident()
+
+    def is_other_or_kept(record: logging.LogRecord) -> bool:
+        return threading.get_ident() != thread or is_kept(record)
+
+    logger.addFilter(is_other_or_kept)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(is_other_or_kept)

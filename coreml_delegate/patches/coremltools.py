@@ -17,20 +17,17 @@ import numpy as np
 
 from coreml_delegate.patches import Patch
 
-_BLOCK = "coremltools.converters.mil.mil"
-_BUILDER = f"{_BLOCK}:Builder"
-_PASSES = f"{_BLOCK}.passes.defs"
+_MIL = "coremltools.converters.mil.mil"
+_BUILDER = f"{_MIL}:Builder"
+_PASSES = f"{_MIL}.passes.defs"
 _TORCH = "coremltools.converters.mil.frontend.torch"
 _QUANTIZATION_PASSES = "coremltools.optimize.coreml._quantization_passes"
 
 # Ops that the pass over transposes takes for unary; it would not transpose their other operands.
 _WITH_OPERANDS = frozenset({"pow", "softplus_parametric"})
-
 _EVALUATED_WRONGLY = frozenset({"argsort", "scatter_along_axis", "topk"})
 
-# Relative error of an inverse in fp16.
-_FP16_TOLERANCE = 1e-3
-
+_FP16_TOLERANCE = 1e-3  # relative error of an inverse
 _FP16_MAX = float(np.finfo(np.float16).max)
 INFINITE_FROM = 1e38
 """Coremltools takes constants from this magnitude on for infinity; smaller constants use fp32."""
@@ -39,15 +36,14 @@ _CHUNK = 2**20  # elements of a constant that are examined at once
 
 
 def _patch(
-    owner: str,
-    name: str,
-    replacement: Callable[..., Any],
-    reason: str,
-    issue: int | None = None,
+    target: str, replacement: Callable[..., Any], reason: str, issue: int | None = None
 ) -> Patch:
+    """Return a row of ``module:function`` or ``module:Class.method``."""
+    separator = "." if "." in target.rpartition(":")[2] else ":"
+    owner, _, name = target.rpartition(separator)
     address = None if issue is None else f"https://github.com/apple/coremltools/issues/{issue}"
-    resolve = partial(pkgutil.resolve_name, owner)
-    return Patch(resolve, name, replacement, reason, address, "coremltools", ("9.0",))
+    import_owner = partial(pkgutil.resolve_name, owner)
+    return Patch(import_owner, name, replacement, reason, address, "coremltools", ("9.0",))
 
 
 def _instead(replacement: Any, _: Any) -> Any:
@@ -74,11 +70,10 @@ def _fuse_difference(fuse: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _fuse_divisor(fuse: Callable[..., bool]) -> Callable[..., bool]:
-    def try_to_transform(conv: Any, scale: Any) -> bool:
-        is_dividend = scale.op_type == "real_div" and scale.x.val is not None
-        return not is_dividend and fuse(conv, scale)
+    def is_dividend(scale: Any) -> bool:
+        return scale.op_type == "real_div" and scale.x.val is not None
 
-    return try_to_transform
+    return lambda conv, scale: not is_dividend(scale) and fuse(conv, scale)
 
 
 def _fuse_true_mean(fuse: Callable[..., bool]) -> Callable[..., bool]:
@@ -179,41 +174,47 @@ def _typed_value(value: Any, kind: Any) -> Any:
 
 WORKAROUNDS = (
     _patch(
-        *(f"{_PASSES}.optimize_conv:fuse_conv_bias", "_try_to_transform", _fuse_difference),
+        f"{_PASSES}.optimize_conv:fuse_conv_bias._try_to_transform",
+        _fuse_difference,
         "It negates the constant subtracted from a convolution in place, in the lowered model.",
     ),
     _patch(
-        *(f"{_PASSES}.optimize_conv:fuse_conv_scale", "_try_to_transform", _fuse_divisor),
+        f"{_PASSES}.optimize_conv:fuse_conv_scale._try_to_transform",
+        _fuse_divisor,
         "It takes a constant divided by a convolution for the divisor.",
         2776,
     ),
     _patch(
-        *(f"{_PASSES}.cleanup:fuse_reduce_mean", "_try_to_transform", _fuse_true_mean),
+        f"{_PASSES}.cleanup:fuse_reduce_mean._try_to_transform",
+        _fuse_true_mean,
         "It turns a sum into a mean if its factor is within 1e-6 of the inverse of the count, or"
         " has more dimensions.",
         2792,
     ),
     _patch(
-        f"{_PASSES}.optimize_linear:fuse_matmul_weight_bias",
-        *("_find_candidate_op", _find_added_bias),
+        f"{_PASSES}.optimize_linear:fuse_matmul_weight_bias._find_candidate_op",
+        _find_added_bias,
         "It makes linear layers of differences in either operand order, and of products with the"
         " constant first, whose bias is along the wrong dimension.",
         2801,
     ),
     _patch(
-        *(f"{_PASSES}.optimize_repeat_ops:_TransposeOptimization", "_visit_op", _visit_operands),
+        f"{_PASSES}.optimize_repeat_ops:_TransposeOptimization._visit_op",
+        _visit_operands,
         "It moves a transpose past pow without its exponents, and fails at a reduction over all"
         " dimensions, without axes.",
         2784,
     ),
     _patch(
-        *(_BUILDER, "constexpr_affine_dequantize", _dequantize_unsigned),
+        f"{_BUILDER}.constexpr_affine_dequantize",
+        _dequantize_unsigned,
         "Below iOS18, GPU and neural engine dequantize int8 weights wrongly: they and their zero"
         " points are stored as uint8, plus 128.",
         2675,
     ),
     _patch(
-        *(f"{_BLOCK}:Operation", "_auto_val", _evaluate_typed),
+        f"{_MIL}:Operation._auto_val",
+        _evaluate_typed,
         "A function of a constant scalar becomes a number without element type, a flipped constant"
         " a view that cannot be cast; scatter_along_axis of constants becomes an update for any"
         " mode, and topk and argsort order equal elements at random and take the smallest integer"
@@ -255,13 +256,15 @@ def _scale_table(scale_weight: Callable[..., Any]) -> Callable[..., Any]:
 
 PALETTES_WITH_SCALES = (
     _patch(
-        *(f"{_QUANTIZATION_PASSES}:palettize_weights", "transform_op", _transform_and_restore),
+        f"{_QUANTIZATION_PASSES}:palettize_weights.transform_op",
+        _transform_and_restore,
         "With a scale per channel, it divides a weight in place before it finds that the groups do"
         " not fit: the weight is restored.",
         2777,
     ),
     _patch(
-        *(_BUILDER, "constexpr_blockwise_shift_scale", _scale_table),
+        f"{_BUILDER}.constexpr_blockwise_shift_scale",
+        _scale_table,
         "macOS 26 does not load the scaling of looked-up values for the neural engine: the table is"
         " scaled, which gives the same numbers.",
         2688,
@@ -302,8 +305,8 @@ def _exceeds_fp16(values: np.ndarray[Any, Any]) -> bool:
 
 
 OVERFLOW_CHECK = _patch(
-    f"{_PASSES}.quantization:FP16ComputePrecision",
-    *("fp16_overflow", partial(_instead, overflows)),
+    f"{_PASSES}.quantization:FP16ComputePrecision.fp16_overflow",
+    partial(_instead, overflows),
     "It indexes each constant with int64, which takes several times the memory of the constant.",
 )
 
@@ -320,7 +323,8 @@ def _then_call(observe: Callable[[Any], None], cast: Callable[..., None]) -> Cal
 
 
 AFTER_FP16_CAST = _patch(
-    *(f"{_PASSES}.quantization:AbstractQuantizationPass", "apply", _then_call),
+    f"{_PASSES}.quantization:AbstractQuantizationPass.apply",
+    _then_call,
     "The casts of constants, which a later pass folds, show which constants fp16 loses; the state"
     " is a function of the program.",
 )
@@ -339,24 +343,20 @@ def _validate_ends(validate: Callable[..., None]) -> Callable[..., None]:
 
 
 def _record_compressed(
-    compressed: list[Any], is_compressed: Callable[..., bool]
+    compressed: list[bool], is_compressed: Callable[..., bool]
 ) -> Callable[..., bool]:
     def is_nonreplaceable_var(var: Any) -> bool:
-        result = is_compressed(var)
-        if result and not compressed:
-            compressed.append(var)
-        return result
+        if is_compressed(var):
+            compressed[:] = [True]
+            return True
+        return False
 
     return is_nonreplaceable_var
 
 
-def _trace_if_any(compressed: list[Any], trace: Callable[..., None]) -> Callable[..., None]:
-    def propagate(block: Any) -> None:
-        # Without compressed constants, the set of each value is empty.
-        if compressed:
-            trace(block)
-
-    return propagate
+def _trace_if_any(compressed: list[bool], trace: Callable[..., None]) -> Callable[..., None]:
+    # Without compressed constants, the set of each value is empty.
+    return lambda block: trace(block) if compressed else None
 
 
 def _compare_in_chunks(compare: Callable[..., bool]) -> Callable[..., bool]:
@@ -382,29 +382,31 @@ def _write_uncopied(write: Callable[..., Any]) -> Callable[..., Any]:
 
 
 VALIDATE_ENDS = _patch(
-    *(f"{_BLOCK}:Program", "validate", _validate_ends),
-    "A program is validated after each of about 110 passes, which changes nothing and takes a third"
-    " of the time to convert a transformer of 4 layers or MobileNetV2 (0.46 s without this patch,"
-    " 0.31 s with it; 1.45 s and 0.97 s): it is validated before the first pass, after the last,"
-    " and after passes that remove dead code.",
+    f"{_MIL}:Program.validate",
+    _validate_ends,
+    "Validation after each of about 110 passes changes nothing and takes a third of a conversion: a"
+    " transformer of 4 layers takes 0.46 s, 0.31 s with this patch, MobileNetV2 1.45 s and 0.97 s.",
 )
 COMPARE_IN_CHUNKS = _patch(
-    *("numpy", "allclose", _compare_in_chunks),
+    "numpy:allclose",
+    _compare_in_chunks,
     "Constants that may be equal, as tied weights, are compared at once, which takes 24 times the"
     " memory of integers of 8 bits.",
 )
 WRITE_HALVES_UNCOPIED = _patch(
-    *("coremltools.converters.mil.backend.mil.helper", "_get_offset_by_writing_data"),
+    "coremltools.converters.mil.backend.mil.helper:_get_offset_by_writing_data",
     _write_uncopied,
     "An fp16 constant is copied twice to be written: a gigabyte each for the embedding table of"
     " 128,000 tokens of 4,096 values.",
 )
 _RECORD_COMPRESSED = _patch(
-    *(f"{_BLOCK}:Var", "_is_nonreplaceable_var", _record_compressed),
+    f"{_MIL}:Var._is_nonreplaceable_var",
+    _record_compressed,
     "It shows whether a program has compressed constants.",
 )
 _TRACE_IF_ANY = _patch(
-    *(f"{_BLOCK}:Block", "_propagate_nonreplaceable_vars", _trace_if_any),
+    f"{_MIL}:Block._propagate_nonreplaceable_vars",
+    _trace_if_any,
     "The users of compressed constants are searched whenever a block is left, about 110 times, and"
     " 430 for a graph with a few loops: 18 % of the time to convert a transformer of 4 layers, 11 %"
     " for MobileNetV2, a third to a half of the passes' time with loops.",
@@ -413,7 +415,7 @@ _TRACE_IF_ANY = _patch(
 
 def faster() -> tuple[Patch, ...]:
     """Return patches that save time or memory and do not change what is written."""
-    compressed: list[Any] = []
+    compressed: list[bool] = []
     tracing = (row.with_state(compressed) for row in (_RECORD_COMPRESSED, _TRACE_IF_ANY))
     return (VALIDATE_ENDS, COMPARE_IN_CHUNKS, WRITE_HALVES_UNCOPIED, OVERFLOW_CHECK, *tracing)
 
@@ -439,20 +441,24 @@ def _reset_own_names(counts: dict[str, int], _: Any) -> Callable[[], None]:
     return reset_conversion_state
 
 
-_FREE_NAME = _patch(
-    *(_BUILDER, "_get_free_name", _number_own_names),
-    "Numbers in names count per process; equal models need equal bytes.",
-)
-_RESET_NAMES = _patch(
-    *("coremltools.converters.mil.converter", "_reset_conversion_state", _reset_own_names),
-    "It restarts the numbers of the process; other threads may be building programs.",
+_OWN_NAMES = (
+    _patch(
+        f"{_BUILDER}._get_free_name",
+        _number_own_names,
+        "Numbers in names count per process; equal models need equal bytes.",
+    ),
+    _patch(
+        "coremltools.converters.mil.converter:_reset_conversion_state",
+        _reset_own_names,
+        "It restarts the numbers of the process; other threads may be building programs.",
+    ),
 )
 
 
 def own_names() -> tuple[Patch, ...]:
     """Number the names of values from 0 on, apart from other programs of the process."""
     counts = defaultdict[str, int](int)
-    return tuple(row.with_state(counts) for row in (_FREE_NAME, _RESET_NAMES))
+    return tuple(row.with_state(counts) for row in _OWN_NAMES)
 
 
 def _silence(progress: Callable[..., Any]) -> Callable[..., Any]:
@@ -460,11 +466,11 @@ def _silence(progress: Callable[..., Any]) -> Callable[..., Any]:
 
 
 SILENCE = tuple(
-    _patch(owner, name, _silence, "Progress bars have no option.")
-    for owner, name in (
-        (f"{_TORCH}.ops", "_tqdm"),
-        (f"{_BLOCK}.passes.pass_pipeline", "tqdm"),
-        (_QUANTIZATION_PASSES, "tqdm"),
+    _patch(target, _silence, "Progress bars have no option.")
+    for target in (
+        f"{_TORCH}.ops:_tqdm",
+        f"{_MIL}.passes.pass_pipeline:tqdm",
+        f"{_QUANTIZATION_PASSES}:tqdm",
     )
 )
 """No progress bars."""
@@ -475,7 +481,8 @@ def _use_folder(folder: str, _: Any) -> Callable[[], str]:
 
 
 TEMPORARY_FOLDER = _patch(
-    *("tempfile", "gettempdir", _use_folder),
+    "tempfile:gettempdir",
+    _use_folder,
     "Weights and packages are written into temporary folders that are not always removed; the state"
     " is the folder for them.",
 )
@@ -496,25 +503,22 @@ def _contains_own_translation(
     return lambda registry, name: name in translations or contains(registry, name)
 
 
-_REGISTRY = f"{_TORCH}.torch_op_registry:TorchOpsRegistry"
-_GET_TRANSLATION = _patch(
-    *(_REGISTRY, "get_func", _get_own_translation),
-    "Registered translations would hold for all conversions of the process.",
-)
-_HAS_TRANSLATION = _patch(
-    *(_REGISTRY, "__contains__", _contains_own_translation),
-    "Registered translations would hold for all conversions of the process.",
+_TRANSLATIONS = tuple(
+    _patch(
+        f"{_TORCH}.torch_op_registry:TorchOpsRegistry.{name}",
+        replacement,
+        "Registered translations would hold for all conversions of the process.",
+    )
+    for name, replacement in (
+        ("get_func", _get_own_translation),
+        ("__contains__", _contains_own_translation),
+    )
 )
 
 
 def with_translations(translations: Mapping[str, Callable[..., None]]) -> tuple[Patch, ...]:
-    """Translate torch ops by functions that are not registered for the whole process.
-
-    Args:
-        translations: By the op's name and overload, as "prod.dim_int"; "::" follows a namespace
-            other than ATen.
-    """
-    return tuple(row.with_state(translations) for row in (_GET_TRANSLATION, _HAS_TRANSLATION))
+    """Translate torch ops, as "prod.dim_int", without registration for the whole process."""
+    return tuple(row.with_state(translations) for row in _TRANSLATIONS)
 
 
 def _record_failure(failed_nodes: list[str], translate: Callable[..., None]) -> Callable[..., None]:
@@ -529,7 +533,8 @@ def _record_failure(failed_nodes: list[str], translate: Callable[..., None]) -> 
 
 
 RECORD_FAILURE = _patch(
-    *(f"{_TORCH}.ops", "convert_single_node", _record_failure),
+    f"{_TORCH}.ops:convert_single_node",
+    _record_failure,
     "Errors do not name the node that was being translated; the state is a list of names.",
 )
 
@@ -563,17 +568,18 @@ def load_error(model: Any) -> Exception | None:
     return model._framework_error
 
 
-BLOB_WRITER = _patch(
-    *("coremltools.converters.mil.backend.mil.load", "BlobWriter", _instead),
-    "It is None where coremltools was built from source; the state is a class.",
-)
-BLOB_READER = _patch(
-    *("coremltools.converters.mil.frontend.milproto.load", "BlobReader", _instead),
-    "It is None where coremltools was built from source; the state is a class.",
+BLOB_WRITER, BLOB_READER = (
+    _patch(
+        f"coremltools.converters.mil.{name}",
+        _instead,
+        "It is None where coremltools was built from source; the state is a class.",
+    )
+    for name in ("backend.mil.load:BlobWriter", "frontend.milproto.load:BlobReader")
 )
 CREATE_PACKAGE, LOAD_SPEC, FIND_WEIGHTS = (
     _patch(
-        *("coremltools.models.model", name, _instead),
+        f"coremltools.models.model:{name}",
+        _instead,
         "It needs the class _ModelPackage, which is None where coremltools was built from source;"
         " the state is a function.",
     )
@@ -582,7 +588,7 @@ CREATE_PACKAGE, LOAD_SPEC, FIND_WEIGHTS = (
 
 
 def is_missing(native: Patch) -> bool:
-    """Return whether coremltools was built without a native class that a patch provides."""
+    """Return whether coremltools was built without the native class of a patch."""
     return vars(native.owner())[native.name] is None
 
 

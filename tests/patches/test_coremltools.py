@@ -260,7 +260,7 @@ def test_weights_are_written_into_a_temporary_folder(
 
 @pytest.mark.filterwarnings("ignore:Function _TORCH_OPS_REGISTRY:DeprecationWarning")
 def test_translations_are_ours_only_while_we_convert() -> None:
-    registry = patches._GET_TRANSLATION.owner()
+    registry = patches._TRANSLATIONS[0].owner()
     ours = {**mil_ops.translations(), **control_flow.translations()}
     registered = registry()
     registered.name_to_func_mapping = {

@@ -137,7 +137,7 @@ _composite_ops: dict[tuple[str, ...], set[Any]] = {}
 
 
 def _known_composite_ops() -> set[Any]:
-    """Return what torch collects anew at each decomposition, a sixth of the suite's time."""
+    """Return the composite ops, which torch collects at each decomposition: a sixth of all time."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     key = tuple(registered)
     if key not in _composite_ops:

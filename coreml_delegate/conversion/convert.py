@@ -175,7 +175,7 @@ def check_translation(program: ExportedProgram, target: Opset | None) -> None:
 
 
 def _process_state() -> tuple[Patch, ...]:
-    """Return patches by which a conversion leaves coremltools' state of the process alone."""
+    """Return patches that keep a conversion from changing coremltools' process-wide state."""
     translations = {**mil_ops.translations(), **control_flow.translations()}
     return (
         *coremltools_patches.own_names(),
@@ -241,7 +241,7 @@ def _return_freed_memory() -> None:
     """Return freed memory of constants to the system.
 
     Glibc retains freed blocks of up to 32 MB, which most weights are: 0.17 GB after two methods of
-    a language model of 88 million parameters. Other allocators are left alone.
+    a language model of 88 million parameters. Other allocators are not touched.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

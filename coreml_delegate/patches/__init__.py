@@ -52,7 +52,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class PrivateInterface:
-    """What this package uses of a library without a promise of the library.
+    """A private interface of a library that this package uses.
 
     Attributes:
         name: Of the interface.
@@ -142,7 +142,7 @@ def _restore(owner: Any, name: str, stored: Any) -> None:
 
 
 def _dispatcher(slot: _Slot) -> Any:
-    """Return a function that calls what the attribute is in the calling thread."""
+    """Return a function that calls the replacement of the calling thread, or the original."""
 
     def dispatch(*arguments: Any, **keywords: Any) -> Any:
         return slot.current()(*arguments, **keywords)

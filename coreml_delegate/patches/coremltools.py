@@ -414,7 +414,7 @@ _TRACE_IF_ANY = _patch(
 
 
 def faster() -> tuple[Patch, ...]:
-    """Return patches that save time or memory and do not change what is written."""
+    """Return patches that save time or memory and leave the written bytes unchanged."""
     compressed: list[bool] = []
     tracing = (row.with_state(compressed) for row in (_RECORD_COMPRESSED, _TRACE_IF_ANY))
     return (VALIDATE_ENDS, COMPARE_IN_CHUNKS, WRITE_HALVES_UNCOPIED, OVERFLOW_CHECK, *tracing)

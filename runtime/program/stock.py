@@ -407,7 +407,7 @@ def _logged_bytes(info: MethodInfo) -> int:
         raise OptionError(
             "the stock runtime does not log the values of this method safely",
             got=", ".join(reasons),
-            remedy="Use host='python', or log times alone",
+            remedy="Use host='python', or log only times",
         )
     return sum(ALIGNMENT + math.prod(spec.shape) * spec.dtype.itemsize for spec in tensors)
 

@@ -73,7 +73,7 @@ def harnesses() -> Mapping[str, Any]:
 
 
 def digest(name: str) -> bytes:
-    """Return what decides whether a harness is in a sample, and its random numbers."""
+    """Return the number that puts a harness into the sample and seeds its random numbers."""
     return hashlib.sha256(name.encode()).digest()
 
 

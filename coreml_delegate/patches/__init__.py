@@ -19,6 +19,7 @@ from typing import Any
 
 _LOGGER = logging.getLogger(__name__)
 _LOCK = threading.Lock()
+_ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,8 @@ class _Slot:
     """A patched attribute.
 
     Attributes:
-        stored: The attribute as it stands in its owner, perhaps a ``staticmethod``; None for a
-            builtin, which the owner lacks.
+        stored: The attribute as it stands in its owner, perhaps a ``staticmethod`` or None;
+            ``_ABSENT`` for a builtin, which the owner lacks.
         original: The attribute as it is called.
         by_thread: Replacements by thread, innermost last.
     """
@@ -115,8 +116,8 @@ def _applied(patch: Patch) -> Generator[None]:
     with _LOCK:
         slot = _SLOTS.get(key)
         if slot is None:
-            stored = vars(owner).get(patch.name)
-            original = getattr(builtins if stored is None else owner, patch.name)
+            stored = vars(owner).get(patch.name, _ABSENT)
+            original = getattr(builtins if stored is _ABSENT else owner, patch.name)
             slot = _Slot(stored, original)
             _SLOTS[key] = slot
             setattr(owner, patch.name, _dispatcher(slot))
@@ -135,7 +136,7 @@ def _applied(patch: Patch) -> Generator[None]:
 
 
 def _restore(owner: Any, name: str, stored: Any) -> None:
-    if stored is None:
+    if stored is _ABSENT:
         delattr(owner, name)
     else:
         setattr(owner, name, stored)

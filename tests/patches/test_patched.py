@@ -108,3 +108,10 @@ def test_an_untested_release_is_a_warning_that_names_the_patch(
                 pass
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("the patch of lookup was tested with pytest 0.1, not with ")
+
+
+def test_a_function_that_a_build_lacks_is_none_afterwards() -> None:
+    module = SimpleNamespace(optional=None)
+    with patched(_patch(module, "optional", lambda original: lambda: original)):
+        assert module.optional() is None
+    assert module.optional is None

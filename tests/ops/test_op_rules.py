@@ -63,7 +63,6 @@ def cases(flow: Flow) -> list[Any]:
     return found
 
 
-@pytest.mark.share(2)
 @pytest.mark.parametrize(
     ("flow", "batch", "sample"), [case for flow in FLOWS for case in cases(flow)]
 )

@@ -292,7 +292,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "biogpt": Family("BioGPT", "layer norms, scaled embeddings", positions="learnt"),
     "granite_swa": Family("Granite Swash 2B", "sinks", _MIXED, window="some"),
-    "mixtral": Family("Mixtral", "experts", _EXPERTS, quick=True),
+    "mixtral": Family("Mixtral", "experts", _EXPERTS),
     "qwen2_moe": Family("Qwen 1.5 MoE, Qwen 2 57B", "experts and a shared one", _SHARED),
     "qwen3_moe": Family("Qwen 3 30B A3B", "experts", {**_HEAD, **_EXPERTS}),
     "olmoe": Family("OLMoE", "experts, norms of queries and keys", _EXPERTS),

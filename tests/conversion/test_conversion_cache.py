@@ -82,7 +82,10 @@ def test_another_process_finds_what_this_one_has_made(folder: Path) -> None:
         "import sys\n"
         "sys.path.insert(0, 'tests')\n"
         "from conversion.test_conversion_cache import INPUTS, Layers\n"
+        "from coreml_delegate import ops\n"
         "from coreml_delegate.preprocess import package\n"
+        # As the fixture operators_on_the_cpu does in this process.
+        "ops.RECORDS = {name: r for name, r in ops.RECORDS.items() if 'asinh' not in name}\n"
         "package.convert_program = None\n"
         "from support.lowering import lower\n"
         "sys.stdout.buffer.write(lower(Layers(), INPUTS).pte)\n"

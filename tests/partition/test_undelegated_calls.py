@@ -26,12 +26,20 @@ from coreml_delegate.ops import record_of
 # ExecuTorch itself has neither kernels for these nor anything to make of them.
 _UNKNOWN_TO_EXECUTORCH = frozenset(
     {
+        "aten._linalg_det.default",
+        "aten._linalg_solve_ex.default",
         "aten.adaptive_max_pool2d.default",
         "aten.adaptive_max_pool3d.default",
+        "aten.bucketize.Tensor",
+        "aten.cumprod.default",
         "aten.exp2.default",
+        "aten.linalg_inv_ex.default",
         "aten.remainder.Scalar_Tensor",
         "aten.round.decimals",
+        "aten.scatter.reduce",
+        "aten.scatter.value_reduce",
         "aten.searchsorted.Tensor",
+        "aten.var_mean.correction",
     }
 )
 

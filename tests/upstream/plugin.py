@@ -35,6 +35,7 @@ _OURS = {
 _DIFFERENT = {
     "test_argmax_argmin_dim_none_is_skipped": "flattened before, which is the cure for "
     "pytorch/executorch#11715, argmax and argmin without a dimension are delegated",
+    "test_aten_rand_default_falls_back_to_portable": "delegated by a translation of ours",
     "test_minimum_deployment_target_validation": "the target that is needed is called by its "
     "name, iOS17, not by the number 8",
 }

@@ -1,4 +1,4 @@
-"""Patches of coremltools: what each is for is still so without it, and mended with it.
+"""Unpatched coremltools still has the fault that each patch mends, and the patch mends it.
 
 A test that fails shows that coremltools has changed: perhaps its patch can go.
 ``tests/conversion/test_workarounds.py`` has the tests of ``WORKAROUNDS``.

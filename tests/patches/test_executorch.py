@@ -1,4 +1,4 @@
-"""What the private interfaces of ExecuTorch are used for."""
+"""ExecuTorch's private interfaces behave as this package expects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def _search_on_both_paths(name: str) -> None:
 
 
 def test_executorch_searches_backends_by_class_name() -> None:
-    """Of two, one path takes the first, the other the last; hidden backends are not found."""
+    """Of two backends of one name, one path takes the first, the other path the last.
+
+    Neither path finds a hidden backend.
+    """
     calls: list[str] = []
     backends = [_backend("TwinBackend", calls, label) for label in ("first", "last")]
     hiding = type("HidingBackend", (BackendDetails,), {})

@@ -1,4 +1,4 @@
-"""What the patches of torch are for, on torch without them."""
+"""Unpatched torch still has the faults that each patch mends, and the private names it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the patches of transformers are for, on transformers without them."""
+"""Unpatched transformers still has the faults that each patch mends, and the private names."""
 
 from __future__ import annotations
 

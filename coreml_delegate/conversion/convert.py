@@ -25,7 +25,7 @@ from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.conversion.compression import compression_passes
 from coreml_delegate.conversion.coremltools_options import convert_keywords
 from coreml_delegate.conversion.debug_handles import operation_calls
-from coreml_delegate.conversion.fp16 import lost_constants, recording_fp32_constants
+from coreml_delegate.conversion.fp16 import fp16_cast, lost_constants
 from coreml_delegate.conversion.native_parts import native_parts
 from coreml_delegate.errors import (
     ContractError,
@@ -203,7 +203,7 @@ def _convert(
     ):
         with (
             _conversion_errors(source),
-            recording_fp32_constants() as recorded,
+            fp16_cast() as recorded,
             native_parts(),
             patched(*coremltools_patches.WORKAROUNDS, *coremltools_patches.faster()),
             _collecting_new_objects_only(),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
 from executorch.exir.backend.backend_details import PreprocessResult
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions, Precision
+from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion import fp16
 from coreml_delegate.conversion.conversion_cache import ConversionCacheEntry
 from coreml_delegate.conversion.convert import Conversion, compile_package, convert_program
@@ -102,7 +102,7 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
     calls = number_calls(program)
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     sizes = {} if inputs else symbols.relations_of(program)
-    prepare(program, _fp16_rewrites(options, in_fp32))
+    prepare(program)
     with convert_program(program, options, in_fp32) as conversion:
         names = contract.check_model(boundary, conversion.spec)
         # Features may have other names than inputs, but are in the same order.
@@ -117,19 +117,6 @@ def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
         files = identify(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
         info = describe(conversion.spec, calls, conversion.calls, coremltools().__version__)
         return {**files, DEBUG_INFO: info.encode()}
-
-
-def _fp16_rewrites(
-    options: CompileOptions, in_fp32: frozenset[int]
-) -> Callable[[ExportedProgram], None] | None:
-    """Return the rewrites of a prepared program for fp16; None for another precision."""
-    if options.precision is not Precision.FLOAT16:
-        return None
-
-    def rewrite(program: ExportedProgram) -> None:
-        fp16.avoid_fp16_overflow(program, in_fp32, options.keep_fp32.ops)
-
-    return rewrite
 
 
 def check_supported(program: ExportedProgram, target: Opset | None) -> None:

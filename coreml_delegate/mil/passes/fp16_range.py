@@ -155,21 +155,16 @@ class _Root:
         return self.is_kept or len(self.axes) == self.x.rank
 
     def quotients(self) -> list[Any]:
-        """Return the ops that compute ``x / sqrt(...)``."""
+        """Return the ops of the same block that compute ``x / sqrt(...)``."""
         root = self.op.outputs[0]
-        if not self.is_aligned:
-            return []
-        if self.is_inverse:
-            return [
-                user
-                for user in root.child_ops
-                if user.op_type == "mul" and {user.x, user.y} == {self.x, root}
-            ]
-        return [
+        kind = "mul" if self.is_inverse else "real_div"
+        users = [
             user
             for user in root.child_ops
-            if user.op_type == "real_div" and user.x is self.x and user.y is root
+            if user.op_type == kind and user.enclosing_block is self.op.enclosing_block
         ]
+        pairs = [(self.x, root), (root, self.x)] if self.is_inverse else [(self.x, root)]
+        return [user for user in users if self.is_aligned and (user.x, user.y) in pairs]
 
 
 def _rewrite_root(op: Any, may_cast: Selector) -> None:
@@ -384,10 +379,11 @@ def _scale_before_product(softmax: Any, may_cast: Selector) -> None:
     if softmax.op_type != "softmax":
         return
     for var, _ in list(_origins(softmax.x)):
-        match = _scaled_product(var)
-        if match is None or not may_cast(match[0]):
+        product, scale = _scaled_product(var) or (None, 1.0)
+        if product is None or product.enclosing_block is not softmax.enclosing_block:
             continue
-        product, scale = match
+        if not may_cast(product):
+            continue
         factors = _operands(product)
         factor = min(factors, key=lambda factor: _elements(factor.shape))
         scaled = _mb().mul(x=factor, y=np.float32(scale), before_op=product)

@@ -1,4 +1,4 @@
-"""Lowering of exported programs to a ``.pte``, and its plan, with explained ExecuTorch errors."""
+"""Models to a ``.pte`` by ``torch.export`` and ExecuTorch, with explained errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, input_tensors
 from coreml_delegate.errors import LoweringError
-from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
+from coreml_delegate.partition.partitioner import CoreMLPartitioner
+from coreml_delegate.partition.report import DelegationReport
 from coreml_delegate.source_model import SourceModel
 from coreml_delegate.third_party import wrap_errors
 from coreml_delegate.transforms.executorch_gaps import name_values

@@ -14,8 +14,6 @@ from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing, is_own
 from coreml_delegate.compile_spec_methods import CompileSpecMethods, member_of
-from coreml_delegate.conversion import blob_cache
-from coreml_delegate.conversion.debug_handles import handles_of, with_handles
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.formats.blob_layout import (
     DEBUG_INFO,
@@ -24,10 +22,11 @@ from coreml_delegate.formats.blob_layout import (
     ModelMetadata,
     OperationPath,
 )
+from coreml_delegate.lowering import blob_cache, saved_models
+from coreml_delegate.lowering.build import build_files, result_of
+from coreml_delegate.lowering.debug_handles import handles_of, with_handles
+from coreml_delegate.lowering.multifunction import lower_methods
 from coreml_delegate.patches.executorch import hide_from_search
-from coreml_delegate.preprocess import saved_models
-from coreml_delegate.preprocess.multifunction import lower_methods
-from coreml_delegate.preprocess.package import build_files, result_of
 
 _Item = TypeVar("_Item")
 

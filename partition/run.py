@@ -14,11 +14,12 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.fx import GraphModule, Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.conversion.blob_cache import CachedBlob
-from coreml_delegate.conversion.convert import check_translation
-from coreml_delegate.conversion.delegation_tags import tag_of
-from coreml_delegate.conversion.prepare import prepare
-from coreml_delegate.conversion.proof import ConversionProof, SubgraphLowering
+from coreml_delegate.lowering import build
+from coreml_delegate.lowering.blob_cache import CachedBlob
+from coreml_delegate.lowering.convert import check_translation
+from coreml_delegate.lowering.delegation_tags import tag_of
+from coreml_delegate.lowering.prepare import prepare
+from coreml_delegate.lowering.proof import ConversionProof, SubgraphLowering
 from coreml_delegate.ops import Reason, record_of, required_opset
 from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import target_name
@@ -40,7 +41,6 @@ from coreml_delegate.partition.verdicts.operator_support import refused_calls, r
 from coreml_delegate.partition.verdicts.parts import refuse_results
 from coreml_delegate.patches import patched
 from coreml_delegate.patches.torch import SKIP_GUARD_CODE, OpOverload
-from coreml_delegate.preprocess import package
 from coreml_delegate.targets import STATE_OPSET
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers
 from coreml_delegate.transforms.compressed_weights import (
@@ -341,11 +341,11 @@ def _is_preserved(node: Node) -> bool:
 
 
 def _translate(program: ExportedProgram, options: CompileOptions) -> None:
-    target = options.deployment_target or package.required_opset(program)
+    target = options.deployment_target or build.required_opset(program)
     prepare(program)
     check_translation(program, target)
 
 
 _LOWERING = SubgraphLowering(
-    check=package.check_enumerated, build=package.build_files, translate=_translate
+    check=build.check_enumerated, build=build.build_files, translate=_translate
 )

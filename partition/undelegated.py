@@ -21,8 +21,8 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from coreml_delegate.control_flow import PROTECTED
-from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.errors import LoweringError
+from coreml_delegate.lowering.subgraph import call_of, program_of
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import called_target, is_placeholder_op, overload_of, target_name
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles, has_kernel, is_custom

@@ -18,7 +18,7 @@ from torch import nn
 
 from coreml_delegate import CompileOptions, CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import OptionError
-from coreml_delegate.preprocess.package import build_blob
+from coreml_delegate.lowering.build import build_blob
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 

@@ -126,7 +126,7 @@ def _block_of(mb: Any, branch: ExportedProgram, context: Any, meta: dict[str, An
 
     Args:
         mb: coremltools' builder.
-        branch: As ``conversion.prepare`` leaves it.
+        branch: As ``lowering.prepare`` leaves it.
         context: coremltools' transcription context of the call.
         meta: Metadata of the call's node, which the operations of the branch get.
     """

@@ -47,7 +47,7 @@ Rewrite = Callable[[Node], None]
 
 
 class ScoreRole(enum.Flag):
-    """How an op takes part in the scores of a softmax: see ``conversion.fp16``."""
+    """How an op takes part in the scores of a softmax: see ``lowering.fp16``."""
 
     NONE = 0
     MULTIPLIES = enum.auto()  # it is a product of matrices, which computes the scores

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.conversion.delegation_tags import remove_tags, set_tag, tag_constants, tag_of
+from coreml_delegate.lowering.delegation_tags import remove_tags, set_tag, tag_constants, tag_of
 from coreml_delegate.ops import Reason
 from coreml_delegate.ops.boundary import shared_across_partitions
 from coreml_delegate.partition.grouping.mutable_buffers import tag_states

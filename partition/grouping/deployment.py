@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from coreml_delegate.lowering.enumerated_shapes import SEVERAL_INPUTS_OPSET
 from coreml_delegate.ops import record_of, required_opset
 from coreml_delegate.ops.call import OpCall, target_name
-from coreml_delegate.preprocess.enumerated_shapes import SEVERAL_INPUTS_OPSET
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 REQUESTED = "minimum_deployment_target"

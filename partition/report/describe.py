@@ -12,11 +12,12 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from coreml_delegate.conversion.debug_handles import HANDLE
-from coreml_delegate.conversion.delegation_tags import tag_of
-from coreml_delegate.conversion.proof import ConversionProof
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes, Shape
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, is_unbounded
+from coreml_delegate.lowering.debug_handles import HANDLE
+from coreml_delegate.lowering.delegation_tags import tag_of
+from coreml_delegate.lowering.enumerated_shapes import enumerated_inputs, tensor_shapes
+from coreml_delegate.lowering.proof import ConversionProof
 from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.ops import Reason, ReasonCode, flops_of
 from coreml_delegate.ops.call import target_name
@@ -42,7 +43,6 @@ from coreml_delegate.partition.report.records import (
 )
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles
 from coreml_delegate.partition.verdicts.parts import is_part, owning_call
-from coreml_delegate.preprocess.enumerated_shapes import enumerated_inputs, tensor_shapes
 from coreml_delegate.source_lines import source_of
 
 # Reasons for calls of possible partitions that exceed the user's limits.

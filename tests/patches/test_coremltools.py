@@ -1,7 +1,7 @@
 """Unpatched coremltools still has the fault that each patch mends, and the patch mends it.
 
 A test that fails shows that coremltools has changed: perhaps its patch can go.
-``tests/conversion/test_workarounds.py`` has the tests of ``WORKAROUNDS``.
+``tests/lowering/test_workarounds.py`` has the tests of ``WORKAROUNDS``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import tqdm
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.conversion import convert
+from coreml_delegate.lowering import convert
 from coreml_delegate.ops import control_flow, mil_ops
 from coreml_delegate.patches import Patch, patched
 from coreml_delegate.patches import coremltools as patches

@@ -28,10 +28,6 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing
-from coreml_delegate.conversion import blob_cache, debug_handles
-from coreml_delegate.conversion.blob_cache import Outcome, Sharing
-from coreml_delegate.conversion.convert import check_compiler, compile_package
-from coreml_delegate.conversion.debug_handles import handles_of, with_handles
 from coreml_delegate.errors import ContractError, LoweringError, OptionError
 from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, Files, flatten, size_of
 from coreml_delegate.formats.blob_layout import (
@@ -41,14 +37,18 @@ from coreml_delegate.formats.blob_layout import (
     identify,
     in_folder,
 )
-from coreml_delegate.ops.constants import state_value
-from coreml_delegate.preprocess.merging import FunctionModel, merge
-from coreml_delegate.preprocess.package import (
+from coreml_delegate.lowering import blob_cache, debug_handles
+from coreml_delegate.lowering.blob_cache import Outcome, Sharing
+from coreml_delegate.lowering.build import (
     build_files,
     compiled_files,
     required_opset,
     result_of,
 )
+from coreml_delegate.lowering.convert import check_compiler, compile_package
+from coreml_delegate.lowering.debug_handles import handles_of, with_handles
+from coreml_delegate.lowering.merging import FunctionModel, merge
+from coreml_delegate.ops.constants import state_value
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions, KeepFp32
-from coreml_delegate.conversion import conversion_cache
-from coreml_delegate.conversion.conversion_cache import FOLDER, ConversionCacheEntry
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
+from coreml_delegate.lowering import conversion_cache
+from coreml_delegate.lowering.conversion_cache import FOLDER, ConversionCacheEntry
 
 INPUTS = (torch.linspace(-1, 1, 8).reshape(2, 4),)
 
@@ -81,12 +81,12 @@ def test_another_process_finds_what_this_one_has_made(folder: Path) -> None:
     code = (
         "import sys\n"
         "sys.path.insert(0, 'tests')\n"
-        "from conversion.test_conversion_cache import INPUTS, Layers\n"
+        "from lowering.test_conversion_cache import INPUTS, Layers\n"
         "from coreml_delegate import ops\n"
-        "from coreml_delegate.preprocess import package\n"
+        "from coreml_delegate.lowering import build\n"
         # As the fixture operators_on_the_cpu does in this process.
         "ops.RECORDS = {name: r for name, r in ops.RECORDS.items() if 'asinh' not in name}\n"
-        "package.convert_program = None\n"
+        "build.convert_program = None\n"
         "from support.lowering import lower\n"
         "sys.stdout.buffer.write(lower(Layers(), INPUTS).pte)\n"
     )
@@ -207,12 +207,12 @@ def test_a_damaged_entry_is_made_again(
 
 
 def test_a_partition_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    from coreml_delegate.preprocess import package
+    from coreml_delegate.lowering import build
 
     def fail(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(package, "convert_program", fail)
+    monkeypatch.setattr(build, "convert_program", fail)
     with pytest.raises(OSError, match="No space left"):
         lower(Layers(), INPUTS)
     assert _entries(folder) == []

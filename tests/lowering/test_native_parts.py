@@ -11,7 +11,7 @@ from support.lowering import lower
 from torch import nn
 
 from coreml_delegate import CoreMLBackend
-from coreml_delegate.conversion.native_parts import BlobStorageReader, BlobStorageWriter
+from coreml_delegate.lowering.native_parts import BlobStorageReader, BlobStorageWriter
 from coreml_delegate.third_party import coremltools
 
 _TYPES = {

@@ -18,11 +18,11 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend
 from coreml_delegate.caches import CACHE_VARIABLE
-from coreml_delegate.conversion.conversion_cache import FOLDER
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import DEBUG_INFO, DebugInfo, debug_info_in
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE
+from coreml_delegate.lowering.conversion_cache import FOLDER
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.targets import Opset
@@ -225,14 +225,14 @@ from executorch.backends.apple.coreml.compiler import CoreMLBackend
 from executorch.exir import to_edge
 from executorch.exir.passes.debug_handle_generator_pass import generate_missing_debug_handles
 sys.path[:0] = {paths!r}
-from tests.conversion.test_debug_handles import Net
+from tests.lowering.test_debug_handles import Net
 exported = torch.export.export(Net().eval(), (torch.randn(1, 3, 8, 8),))
 edge = to_edge(exported).exported_program()
 mine = copy.deepcopy(edge)
 theirs = CoreMLBackend.preprocess(edge, []).debug_handle_map
-from coreml_delegate.conversion.debug_handles import handles_of, with_handles
+from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.preprocess.package import build_files, result_of
+from coreml_delegate.lowering.build import build_files, result_of
 handles = handles_of(mine)
 ours = result_of(with_handles(build_files(mine, CompileOptions()), handles)).debug_handle_map
 print(json.dumps([theirs, ours]))

@@ -15,7 +15,7 @@ from coreml_delegate.formats.mlpackage import (
     locate,
 )
 from coreml_delegate.formats.weight_file import StoredWeight, write_weights
-from coreml_delegate.preprocess.merging import FunctionModel, merge
+from coreml_delegate.lowering.merging import FunctionModel, merge
 from coreml_delegate.third_party import model_pb2
 
 _BYTES = memoryview(b"\x21\x03")

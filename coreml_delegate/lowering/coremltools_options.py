@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
-from coreml_delegate.conversion.compression import compression_passes
-from coreml_delegate.conversion.fp16 import fp16_selector
 from coreml_delegate.errors import OptionError, near_matches
+from coreml_delegate.lowering.compression import compression_passes
+from coreml_delegate.lowering.fp16 import fp16_selector
 from coreml_delegate.third_party import coremltools
 
 # With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,

@@ -20,7 +20,6 @@ from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLBackend, runtime
 from coreml_delegate.compile_options import CompileOptions, ComputeUnit, ModelType, Precision
-from coreml_delegate.conversion import convert
 from coreml_delegate.errors import (
     ContractError,
     ConversionError,
@@ -30,8 +29,9 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import METADATA, ModelMetadata
-from coreml_delegate.preprocess.contract import BOUNDARY_DTYPES, boundary_of, check_program
-from coreml_delegate.preprocess.package import build_blob
+from coreml_delegate.lowering import convert
+from coreml_delegate.lowering.build import build_blob
+from coreml_delegate.lowering.contract import BOUNDARY_DTYPES, boundary_of, check_program
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, Program

@@ -32,8 +32,8 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.compile_options import KeepFp32
-from coreml_delegate.conversion.debug_handles import HANDLE
 from coreml_delegate.formats.fp32_constants import Constants, as_lost
+from coreml_delegate.lowering.debug_handles import HANDLE
 from coreml_delegate.module_scope import ModulePattern, scopes_of
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.call import DEQUANTIZE, target_name

@@ -22,11 +22,6 @@ import numpy as np
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
-from coreml_delegate.conversion.compression import compression_passes
-from coreml_delegate.conversion.coremltools_options import convert_keywords
-from coreml_delegate.conversion.debug_handles import operation_calls
-from coreml_delegate.conversion.fp16 import lost_constants, recording_fp32_constants
-from coreml_delegate.conversion.native_parts import native_parts
 from coreml_delegate.errors import (
     ContractError,
     ConversionError,
@@ -37,6 +32,11 @@ from coreml_delegate.errors import (
 from coreml_delegate.formats.blob import Content
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.fp32_constants import Constants
+from coreml_delegate.lowering.compression import compression_passes
+from coreml_delegate.lowering.coremltools_options import convert_keywords
+from coreml_delegate.lowering.debug_handles import operation_calls
+from coreml_delegate.lowering.fp16 import lost_constants, recording_fp32_constants
+from coreml_delegate.lowering.native_parts import native_parts
 from coreml_delegate.ops import control_flow, mil_ops
 from coreml_delegate.patches import Patch, patched
 from coreml_delegate.patches import coremltools as coremltools_patches

@@ -17,7 +17,6 @@ from typing import Any
 from executorch.exir.backend.backend_details import PreprocessResult
 
 from coreml_delegate.compile_options import ModelType
-from coreml_delegate.conversion.convert import Conversion, check_compiler, temporary_folder
 from coreml_delegate.errors import ContractError
 from coreml_delegate.formats.blob_layout import (
     DEBUG_INFO,
@@ -29,7 +28,8 @@ from coreml_delegate.formats.blob_layout import (
     debug_symbol,
     identify,
 )
-from coreml_delegate.preprocess.package import model_files, result_of
+from coreml_delegate.lowering.build import model_files, result_of
+from coreml_delegate.lowering.convert import Conversion, check_compiler, temporary_folder
 from coreml_delegate.targets import STATE_OPSET
 
 _MAPPING = "executorch_debug_handle_mapping.json"

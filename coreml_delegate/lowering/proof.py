@@ -1,6 +1,6 @@
 """Proves by trials that Core ML takes the calls and partitions that the rules accept.
 
-A call is translated in a program of its own; see ``conversion.trial``. A partition is converted,
+A call is translated in a program of its own; see ``lowering.trial``. A partition is converted,
 and its blob is cached for ``CoreMLBackend.preprocess``. If it fails, the call at fault is the call
 that coremltools names, or the last call of the shortest prefix of the partition that fails.
 """
@@ -17,13 +17,13 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.conversion import blob_cache
-from coreml_delegate.conversion.blob_cache import CachedBlob
-from coreml_delegate.conversion.convert import is_about_the_graph
-from coreml_delegate.conversion.delegation_tags import cut_partitions, tag_of
-from coreml_delegate.conversion.subgraph import call_of, program_of, without_memory
-from coreml_delegate.conversion.trial import TRIALS, blamed_call, message_of, reason_of
 from coreml_delegate.formats.blob import Files
+from coreml_delegate.lowering import blob_cache
+from coreml_delegate.lowering.blob_cache import CachedBlob
+from coreml_delegate.lowering.convert import is_about_the_graph
+from coreml_delegate.lowering.delegation_tags import cut_partitions, tag_of
+from coreml_delegate.lowering.subgraph import call_of, program_of, without_memory
+from coreml_delegate.lowering.trial import TRIALS, blamed_call, message_of, reason_of
 from coreml_delegate.ops import Reason, ReasonCode, record_of
 from coreml_delegate.ops.call import GETITEM, target_name
 from coreml_delegate.ops.constants import is_derived, stored_constants

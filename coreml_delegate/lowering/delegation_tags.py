@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from coreml_delegate.conversion.subgraph import without_memory
+from coreml_delegate.lowering.subgraph import without_memory
 from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.patches.torch import replace_in_signature, set_parts
 

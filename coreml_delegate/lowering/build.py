@@ -10,17 +10,6 @@ from executorch.exir.backend.backend_details import PreprocessResult
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, Precision
-from coreml_delegate.conversion import fp16
-from coreml_delegate.conversion.conversion_cache import ConversionCacheEntry
-from coreml_delegate.conversion.convert import Conversion, compile_package, convert_program
-from coreml_delegate.conversion.debug_handles import (
-    describe,
-    handle_map,
-    handles_of,
-    number_calls,
-    with_handles,
-)
-from coreml_delegate.conversion.prepare import prepare
 from coreml_delegate.dynamic_shapes import input_sizes, symbols
 from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.errors import UnsupportedOperatorError
@@ -35,9 +24,19 @@ from coreml_delegate.formats.blob_layout import (
     in_folder,
 )
 from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate, map_folder
+from coreml_delegate.lowering import contract, enumerated_shapes, fp16
+from coreml_delegate.lowering.conversion_cache import ConversionCacheEntry
+from coreml_delegate.lowering.convert import Conversion, compile_package, convert_program
+from coreml_delegate.lowering.debug_handles import (
+    describe,
+    handle_map,
+    handles_of,
+    number_calls,
+    with_handles,
+)
+from coreml_delegate.lowering.prepare import prepare
 from coreml_delegate.ops import obstacles_in
 from coreml_delegate.ops import required_opset as opset_of_calls
-from coreml_delegate.preprocess import contract, enumerated_shapes
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 

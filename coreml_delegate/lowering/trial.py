@@ -22,11 +22,11 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.caches import cache_folder, source_digest
-from coreml_delegate.conversion.convert import check_translation, is_about_the_graph
-from coreml_delegate.conversion.prepare import prepare
-from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.errors import ConversionError
 from coreml_delegate.formats.files import new_file
+from coreml_delegate.lowering.convert import check_translation, is_about_the_graph
+from coreml_delegate.lowering.prepare import prepare
+from coreml_delegate.lowering.subgraph import call_of, program_of
 from coreml_delegate.ops import Reason, ReasonCode, required_opset
 from coreml_delegate.ops.call import OpCall, target_name
 from coreml_delegate.targets import Opset
@@ -261,7 +261,7 @@ def _file() -> Path | None:
 
 
 # Packages that decide how a call is rewritten and translated.
-_SOURCES = ("coreml_delegate.ops", "coreml_delegate.conversion", "coreml_delegate.dynamic_shapes")
+_SOURCES = ("coreml_delegate.ops", "coreml_delegate.lowering", "coreml_delegate.dynamic_shapes")
 
 
 @functools.cache

@@ -23,10 +23,10 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.conversion import blob_cache as kept
-from coreml_delegate.conversion.proof import ConversionProof
-from coreml_delegate.conversion.trial import TRIALS, Trials
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
+from coreml_delegate.lowering import blob_cache as kept
+from coreml_delegate.lowering.proof import ConversionProof
+from coreml_delegate.lowering.trial import TRIALS, Trials
 from coreml_delegate.ops import ReasonCode
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
@@ -264,7 +264,7 @@ def _at_most(times: int, function: Callable[..., object]) -> Callable[..., objec
 
 
 def test_partitions_without_values_are_only_translated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coreml_delegate.conversion.proof.real_values", lambda state: {})
+    monkeypatch.setattr("coreml_delegate.lowering.proof.real_values", lambda state: {})
     counts = counted(monkeypatch)
     module = Network(supported=True)
     lowered = lower(module, INPUTS)
@@ -328,7 +328,7 @@ def test_weights_changed_after_a_plan_are_converted_again(monkeypatch: pytest.Mo
 def test_blobs_are_equal_with_and_without_the_blob_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Network(supported=True)
     reused = lower(module, INPUTS).pte
-    monkeypatch.setattr("coreml_delegate.conversion.blob_cache.find", lambda program, options: None)
+    monkeypatch.setattr("coreml_delegate.lowering.blob_cache.find", lambda program, options: None)
     assert lower(module, INPUTS).pte == reused
 
 

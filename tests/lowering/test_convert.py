@@ -13,8 +13,8 @@ import torch
 
 from coreml_delegate import graph
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.conversion import convert
 from coreml_delegate.errors import ConversionError
+from coreml_delegate.lowering import convert
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches import patched
 from coreml_delegate.targets import Opset
@@ -122,7 +122,7 @@ def test_halves_are_written_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
 _FREES = """
 import resource
 from pathlib import Path
-from coreml_delegate.conversion import convert
+from coreml_delegate.lowering import convert
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

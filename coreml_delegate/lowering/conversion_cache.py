@@ -21,10 +21,10 @@ from torch.export import ExportedProgram
 
 from coreml_delegate.caches import source_digest
 from coreml_delegate.compile_options import CompileOptions, ModelType
-from coreml_delegate.conversion.blob_cache import fingerprint
 from coreml_delegate.dynamic_shapes.symbols import declared_ranges
 from coreml_delegate.formats.blob import Files, size_of
 from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
+from coreml_delegate.lowering.blob_cache import fingerprint
 from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.patches.coremltools import registered_translations
 from coreml_delegate.patches.torch import FakeTensor

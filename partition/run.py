@@ -14,12 +14,9 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.fx import GraphModule, Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.lowering import build
 from coreml_delegate.lowering.blob_cache import CachedBlob
-from coreml_delegate.lowering.convert import check_translation
 from coreml_delegate.lowering.delegation_tags import tag_of
-from coreml_delegate.lowering.prepare import prepare
-from coreml_delegate.lowering.proof import ConversionProof, SubgraphLowering
+from coreml_delegate.lowering.proof import ConversionProof
 from coreml_delegate.ops import Reason, record_of, required_opset
 from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import target_name
@@ -193,9 +190,7 @@ class PartitionRun:
         self._wide = wide
         self._excluded = excluded
         self._filters = options.filters.with_filter(excluded)
-        self._proof = ConversionProof(
-            program, _LOWERING, constants_inside=options.ownership.constants
-        )
+        self._proof = ConversionProof(program, constants_inside=options.ownership.constants)
 
     @_partitioning()
     def ops_to_preserve(self) -> set[OpOverload]:
@@ -338,14 +333,3 @@ class PartitionRun:
 def _is_preserved(node: Node) -> bool:
     record = record_of(target_name(node.target)) if node.op == "call_function" else None
     return record is not None and record.preserve
-
-
-def _translate(program: ExportedProgram, options: CompileOptions) -> None:
-    target = options.deployment_target or build.required_opset(program)
-    prepare(program)
-    check_translation(program, target)
-
-
-_LOWERING = SubgraphLowering(
-    check=build.check_enumerated, build=build.build_files, translate=_translate
-)

@@ -1,17 +1,18 @@
-"""Lowering of one subgraph to the files of its blob."""
+"""Lowering of one subgraph to the files of its blob; ``_lower`` has the steps, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from executorch.exir.backend.backend_details import PreprocessResult
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, Precision
-from coreml_delegate.dynamic_shapes import input_sizes, symbols
 from coreml_delegate.dynamic_shapes.enumerated import Shape
+from coreml_delegate.dynamic_shapes.symbols import relations_of
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.formats import fp32_constants
 from coreml_delegate.formats.blob import Files, flatten
@@ -24,31 +25,31 @@ from coreml_delegate.formats.blob_layout import (
     in_folder,
 )
 from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate, map_folder
-from coreml_delegate.lowering import contract, enumerated_shapes, fp16
+from coreml_delegate.lowering import fp16
+from coreml_delegate.lowering.contract import boundary_of, check_program, name_boundary
 from coreml_delegate.lowering.conversion_cache import ConversionCacheEntry
-from coreml_delegate.lowering.convert import Conversion, compile_package, convert_program
-from coreml_delegate.lowering.debug_handles import (
-    describe,
-    handle_map,
-    handles_of,
-    number_calls,
-    with_handles,
+from coreml_delegate.lowering.convert import (
+    Conversion,
+    compile_package,
+    convert_program,
+    translate,
+)
+from coreml_delegate.lowering.debug_handles import describe, handle_map, number_calls
+from coreml_delegate.lowering.enumerated_shapes import (
+    SEVERAL_INPUTS_OPSET,
+    boundary_shapes,
+    enumerated_inputs,
+    fix_sizes,
 )
 from coreml_delegate.lowering.prepare import prepare
 from coreml_delegate.ops import obstacles_in
 from coreml_delegate.ops import required_opset as opset_of_calls
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import STATE_OPSET, Opset
 from coreml_delegate.third_party import coremltools
 
 _COREMLTOOLS = "com.github.apple.coremltools"
 _MAPPED = 16 * 2**20
 """Smallest size in bytes of a file that is mapped, not read, until the blob is assembled."""
-
-
-def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
-    """Lower a subgraph to its blob; see ``build_files``."""
-    handles = handles_of(program)
-    return flatten(with_handles(build_files(program, options), handles))
 
 
 def result_of(files: Files) -> PreprocessResult:
@@ -81,76 +82,74 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
     entry = ConversionCacheEntry.of(program, options)
     files = entry and entry.find()
     if files is None:
-        files = _convert(program, options)
+        files = _lower(program, options)
         if entry is not None:
             entry.keep(files)
     return files
 
 
-def _convert(program: ExportedProgram, options: CompileOptions) -> Files:
-    shapes = check_enumerated(program, options)
-    inputs = enumerated_shapes.enumerated_inputs(shapes)
-    enumerated_shapes.fix_sizes(program, shapes)
-    boundary = contract.boundary_of(program)
-    contract.check_program(boundary, options.deployment_target)
-    check_supported(program, options.deployment_target)
+def _lower(program: ExportedProgram, options: CompileOptions) -> Files:
+    # Check
+    shapes = boundary_shapes(program, options)
+    inputs = enumerated_inputs(shapes)
+    fix_sizes(program, shapes)
+    boundary = boundary_of(program)
+    check_program(boundary, options.deployment_target)
+    _check_calls(program, options.deployment_target)
     if options.deployment_target is None:
         opset = max(required_opset(program, inputs), options.oldest_for_compression)
         # None is coremltools' oldest target, so only a later target is set.
         options = replace(options, deployment_target=opset if opset > Opset.iOS15 else None)
+    # Number calls
     calls = number_calls(program)
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
-    sizes = {} if inputs else symbols.relations_of(program)
-    prepare(program, _fp16_rewrites(options, in_fp32))
+    relations = {} if inputs else relations_of(program)
+    # Prepare
+    is_fp16 = options.precision is Precision.FLOAT16
+    guard = partial(fp16.avoid_fp16_overflow, in_fp32=in_fp32, ops=options.keep_fp32.ops)
+    prepare(program, guard if is_fp16 else None)
+    # Convert
     with convert_program(program, options, in_fp32) as conversion:
-        names = contract.check_model(boundary, conversion.spec)
-        # Features may have other names than inputs, but are in the same order.
-        feature_of = {name: names.input_names[i] for i, (name, _) in enumerate(boundary.inputs)}
-        enumerated_shapes.declare(
-            conversion.spec, {feature_of[name]: shapes for name, shapes in inputs.items()}
-        )
-        input_sizes.write(
-            conversion.spec.description.metadata.userDefined,
-            {MAIN: {feature_of[name]: listed for name, listed in sizes.items()}},
-        )
+        # Name the boundary
+        names = name_boundary(boundary, conversion.spec, inputs, relations)
+        # Identify
         files = identify(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
+        # Describe
         info = describe(conversion.spec, calls, conversion.calls, coremltools().__version__)
         return {**files, DEBUG_INFO: info.encode()}
 
 
-def _fp16_rewrites(
-    options: CompileOptions, in_fp32: frozenset[int]
-) -> Callable[[ExportedProgram], None] | None:
-    """Return the rewrites of a prepared program for fp16; None for another precision."""
-    if options.precision is not Precision.FLOAT16:
-        return None
+def check_translation(program: ExportedProgram, options: CompileOptions) -> None:
+    """Check that coremltools translates a subgraph, whose constants may lack values.
 
-    def rewrite(program: ExportedProgram) -> None:
-        fp16.avoid_fp16_overflow(program, in_fp32, options.keep_fp32.ops)
-
-    return rewrite
-
-
-def check_supported(program: ExportedProgram, target: Opset | None) -> None:
-    """Refuse a program with operators that Core ML does not support.
+    Args:
+        program: The subgraph; it may be modified.
+        options: The compile options.
 
     Raises:
-        UnsupportedOperatorError: There are unsupported operators; the message lists all.
+        ConversionError: Coremltools failed.
+    """
+    target = options.deployment_target or required_opset(program)
+    prepare(program)
+    translate(program, target)
+
+
+def _check_calls(program: ExportedProgram, target: Opset | None) -> None:
+    """Refuse a program with calls that Core ML does not support.
+
+    Raises:
+        UnsupportedOperatorError: There are unsupported calls; the message lists all.
     """
     obstacles: dict[str, list[str]] = {}
     for node, reason in obstacles_in(program, target).items():
         obstacles.setdefault(str(reason), []).append(node.name)
-    if obstacles:
-        raise unsupported_error(obstacles)
-
-
-def unsupported_error(obstacles: Mapping[str, list[str]]) -> UnsupportedOperatorError:
-    """Return an error that lists every obstacle with its nodes."""
+    if not obstacles:
+        return
     listed = "; ".join(
         f"{', '.join(nodes[:3])}{f' and {len(nodes) - 3} more' if len(nodes) > 3 else ''}: {why}"
         for why, nodes in sorted(obstacles.items())
     )
-    return UnsupportedOperatorError(
+    raise UnsupportedOperatorError(
         f"Core ML cannot take {sum(map(len, obstacles.values()))} node(s) of the graph",
         got=listed,
         remedy="Lower with CoreMLPartitioner(lower_full_graph=False) to run them on the CPU",
@@ -166,29 +165,12 @@ def required_opset(
         program: The subgraph.
         enumerated: Enumerated shapes by input name.
     """
-    boundary = contract.boundary_of(program)
-    calls = opset_of_calls(program.graph.nodes)
-    several = len(enumerated or ()) > 1
-    shapes = enumerated_shapes.SEVERAL_INPUTS_OPSET if several else Opset.iOS15
-    return max(calls, contract.required_opset(boundary), shapes)
-
-
-def check_enumerated(
-    program: ExportedProgram, options: CompileOptions
-) -> dict[str, tuple[Shape, ...]]:
-    """Return each input's shape per combination; empty without enumerated shapes.
-
-    Raises:
-        ContractError: The target does not support enumerated shapes of several inputs, or an
-            input's shape does not follow from the shapes of the program's inputs.
-    """
-    if options.enumerated_shapes is None:
-        return {}
-    shapes = enumerated_shapes.boundary_shapes(program, options.enumerated_shapes)
-    enumerated_shapes.check_target(
-        enumerated_shapes.enumerated_inputs(shapes), options.deployment_target
+    boundary = boundary_of(program)
+    return max(
+        opset_of_calls(program.graph.nodes),
+        STATE_OPSET if boundary.states or not boundary.inputs else Opset.iOS15,
+        SEVERAL_INPUTS_OPSET if len(enumerated or ()) > 1 else Opset.iOS15,
     )
-    return shapes
 
 
 def model_files(conversion: Conversion, *, is_declared: bool) -> Files:

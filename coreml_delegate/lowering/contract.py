@@ -1,4 +1,4 @@
-"""Ahead-of-time checks of the device runtime's contract.
+"""The boundary of a subgraph: its names, and checks of the device runtime's contract.
 
 On the device every violation is the same ``InvalidProgram``; here each has its own message.
 
@@ -8,15 +8,19 @@ Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``ETCoreMLModel``, ``backend_del
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
+from coreml_delegate.dynamic_shapes import input_sizes
+from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.errors import ContractError
 from coreml_delegate.formats.blob_layout import MethodMetadata
+from coreml_delegate.formats.mlpackage import MAIN
+from coreml_delegate.lowering.enumerated_shapes import declare
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 BOUNDARY_DTYPES = frozenset(
@@ -92,17 +96,19 @@ def check_program(boundary: Boundary, target: Opset | None) -> None:
             )
 
 
-def required_opset(boundary: Boundary) -> Opset:
-    """Return the oldest opset that can express the boundary."""
-    return STATE_OPSET if boundary.states or not boundary.inputs else Opset.iOS15
-
-
-def check_model(boundary: Boundary, spec: Any) -> MethodMetadata:
-    """Check a converted model against its subgraph.
+def name_boundary(
+    boundary: Boundary,
+    spec: Any,
+    enumerated: Mapping[str, tuple[Shape, ...]],
+    relations: Mapping[str, Sequence[Any]],
+) -> MethodMetadata:
+    """Check a converted model against its subgraph, and declare the shapes of its inputs.
 
     Args:
         boundary: The boundary of the subgraph.
-        spec: The ``Model`` message of the converted model.
+        spec: The ``Model`` message of the converted model; its description is completed.
+        enumerated: Enumerated shapes by input name.
+        relations: Sizes of inputs in symbols, by input name; see ``dynamic_shapes.input_sizes``.
 
     Returns:
         The names for the blob's metadata, in the order of the delegate's arguments.
@@ -116,6 +122,11 @@ def check_model(boundary: Boundary, spec: Any) -> MethodMetadata:
     _check_side("input", boundary.inputs, description.input)
     _check_side("output", boundary.outputs, description.output)
     _check_unique([*inputs, *outputs, *(feature.name for feature in description.state)])
+    # Features may have other names than inputs, but are in the same order.
+    feature_of = {name: inputs[i] for i, (name, _) in enumerate(boundary.inputs)}
+    declare(spec, {feature_of[name]: shapes for name, shapes in enumerated.items()})
+    sizes = {feature_of[name]: listed for name, listed in relations.items()}
+    input_sizes.write(description.metadata.userDefined, {MAIN: sizes})
     return MethodMetadata(tuple(inputs), tuple(outputs))
 
 

@@ -32,8 +32,7 @@ from coreml_delegate.errors import (
 from coreml_delegate.formats.blob import Content
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.fp32_constants import Constants
-from coreml_delegate.lowering.compression import compression_passes
-from coreml_delegate.lowering.coremltools_options import convert_keywords
+from coreml_delegate.lowering.coremltools_options import compression_passes, convert_keywords
 from coreml_delegate.lowering.debug_handles import operation_calls
 from coreml_delegate.lowering.fp16 import lost_constants, recording_fp32_constants
 from coreml_delegate.lowering.native_parts import native_parts
@@ -145,7 +144,7 @@ def temporary_folder() -> Generator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_translation(program: ExportedProgram, target: Opset | None) -> None:
+def translate(program: ExportedProgram, target: Opset | None) -> None:
     """Translate ``program`` to MIL by coremltools, without passes and without saving.
 
     This is much cheaper than a conversion, and nearly all failing conversions fail here.

@@ -14,6 +14,7 @@ import sympy
 import torch
 from torch.export import ExportedProgram
 
+from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.dynamic_shapes.enumerated import (
     MAX_SHAPES,
     EnumeratedInput,
@@ -94,22 +95,37 @@ def enumerate_inputs(
 
 
 def boundary_shapes(
-    program: ExportedProgram, enumerated: EnumeratedShapes
+    program: ExportedProgram, options: CompileOptions
 ) -> dict[str, tuple[Shape, ...]]:
     """Return the shapes of every input of a partition, one shape per combination.
 
     Args:
         program: The partition, or the whole program.
-        enumerated: Enumerated shapes of the whole program.
+        options: The compile options, with the enumerated shapes of the whole program.
+
+    Returns:
+        Shapes by input name; empty without enumerated shapes.
 
     Raises:
-        ContractError: An input size depends on more than the program's input sizes.
+        ContractError: An input size depends on more than the program's input sizes; or the target
+            is older than iOS18, and several inputs have enumerated shapes.
     """
-    bindings = enumerated.bindings()
-    return {
+    if options.enumerated_shapes is None:
+        return {}
+    bindings = options.enumerated_shapes.bindings()
+    shapes = {
         name: tensor_shapes(name, tensor, bindings)
         for name, tensor in input_tensors(program).items()
     }
+    target, varying = options.deployment_target, enumerated_inputs(shapes)
+    if len(varying) > 1 and target is not None and target < SEVERAL_INPUTS_OPSET:
+        raise ContractError(
+            f"enumerated shapes of several inputs ({', '.join(varying)}) need "
+            f"{SEVERAL_INPUTS_OPSET.name} ({SEVERAL_INPUTS_OPSET.platforms})",
+            got=f"minimum_deployment_target {target.name}",
+            remedy="Raise it, or export all inputs but one with fixed sizes",
+        )
+    return shapes
 
 
 def tensor_shapes(
@@ -165,21 +181,6 @@ def enumerated_inputs(shapes: Mapping[str, tuple[Shape, ...]]) -> dict[str, tupl
     if len(varying) == 1:
         return {name: tuple(dict.fromkeys(listed)) for name, listed in varying.items()}
     return varying
-
-
-def check_target(inputs: Mapping[str, tuple[Shape, ...]], target: Opset | None) -> None:
-    """Check that the deployment target supports enumerated shapes of this number of inputs.
-
-    Raises:
-        ContractError: There are several inputs, and the target is older than iOS18.
-    """
-    if len(inputs) > 1 and target is not None and target < SEVERAL_INPUTS_OPSET:
-        raise ContractError(
-            f"enumerated shapes of several inputs ({', '.join(inputs)}) need "
-            f"{SEVERAL_INPUTS_OPSET.name} ({SEVERAL_INPUTS_OPSET.platforms})",
-            got=f"minimum_deployment_target {target.name}",
-            remedy="Raise it, or export all inputs but one with fixed sizes",
-        )
 
 
 def declare(spec: Any, inputs: Mapping[str, tuple[Shape, ...]]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.formats.blob import Files
 from coreml_delegate.lowering import blob_cache
 from coreml_delegate.lowering.blob_cache import CachedBlob
+from coreml_delegate.lowering.build import build_files, check_translation
 from coreml_delegate.lowering.convert import is_about_the_graph
 from coreml_delegate.lowering.delegation_tags import cut_partitions, tag_of
+from coreml_delegate.lowering.enumerated_shapes import boundary_shapes
 from coreml_delegate.lowering.subgraph import call_of, program_of, without_memory
 from coreml_delegate.lowering.trial import TRIALS, blamed_call, message_of, reason_of
 from coreml_delegate.ops import Reason, ReasonCode, record_of
@@ -33,30 +33,11 @@ from coreml_delegate.targets import Opset
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SubgraphLowering:
-    """The functions of ``preprocess``, a layer above this package, that lower a subgraph.
-
-    Each takes the subgraph, which it may change, and the compile options.
-
-    Attributes:
-        check: Raises if the options do not fit the subgraph, regardless of coremltools.
-        build: Returns the files of the blob.
-        translate: Raises if coremltools does not translate the subgraph; its constants may lack
-            values.
-    """
-
-    check: Callable[[ExportedProgram, CompileOptions], object]
-    build: Callable[[ExportedProgram, CompileOptions], Files]
-    translate: Callable[[ExportedProgram, CompileOptions], None]
-
-
 class ConversionProof:
     """The conversion of one program's calls and partitions.
 
     Args:
         program: In ATen or edge dialect; its parameters and buffers may be fake.
-        lowering: How to lower a partition.
         constants_inside: Whether the Core ML model has the program's constants.
 
     Attributes:
@@ -65,13 +46,10 @@ class ConversionProof:
             ``CoreMLBackend.preprocess`` as long as they are referenced.
     """
 
-    def __init__(
-        self, program: ExportedProgram, lowering: SubgraphLowering, *, constants_inside: bool = True
-    ) -> None:
+    def __init__(self, program: ExportedProgram, *, constants_inside: bool = True) -> None:
         self.values: Mapping[str, torch.Tensor] = real_values(program.state_dict)
         self.blobs: Mapping[str, CachedBlob] = {}
         self._program = program
-        self._lowering = lowering
         self._constants = {
             node: without_memory(self.values.get(key, node.meta["val"] if value is None else value))
             for node, key, value in (stored_constants(program) if constants_inside else ())
@@ -115,7 +93,7 @@ class ConversionProof:
 
         Raises:
             OptionError: Coremltools does not take an option.
-            ContractError: See ``SubgraphLowering.check``.
+            ContractError: See ``boundary_shapes``.
         """
         reasons: dict[Node, Reason] = {}
         blobs: dict[str, CachedBlob] = {}
@@ -125,7 +103,7 @@ class ConversionProof:
         )
         for tag, subgraph in subgraphs.items():
             options = partitions[tag]
-            self._lowering.check(subgraph, options)
+            boundary_shapes(subgraph, options)  # raises for every subgraph with such options
             # Without placeholders, which have the names of calls outside of the partition.
             calls_by_name = {
                 node.name: nodes[node.name]
@@ -168,12 +146,12 @@ class ConversionProof:
     ) -> Exception | None:
         """Convert one partition and add its blob; return the error, or None."""
         if not self._has_all_values:
-            return _error_of(self._lowering.translate, subgraph, options)
+            return _error_of(check_translation, subgraph, options)
         record = blob_cache.find(subgraph, options)
         if record is None:
             record = blob_cache.keep(subgraph, options)
             try:
-                record.files = self._lowering.build(subgraph, options)
+                record.files = build_files(subgraph, options)
             except Exception as error:
                 if not is_about_the_graph(error):
                     raise
@@ -198,7 +176,7 @@ class ConversionProof:
     def _fails(self, calls: Sequence[Node], options: CompileOptions) -> bool:
         constants = {node: value for node, value in self._constants.items() if tag_of(node)}
         subprogram, _ = program_of(calls, self._program, constants=constants)
-        lower = self._lowering.build if self._has_all_values else self._lowering.translate
+        lower = build_files if self._has_all_values else check_translation
         return _error_of(lower, subprogram, options) is not None
 
 

@@ -24,7 +24,7 @@ from torch.fx import Node
 from coreml_delegate.caches import cache_folder, source_digest
 from coreml_delegate.errors import ConversionError
 from coreml_delegate.formats.files import new_file
-from coreml_delegate.lowering.convert import check_translation, is_about_the_graph
+from coreml_delegate.lowering.convert import is_about_the_graph, translate
 from coreml_delegate.lowering.prepare import prepare
 from coreml_delegate.lowering.subgraph import call_of, program_of
 from coreml_delegate.ops import Reason, ReasonCode, required_opset
@@ -169,7 +169,7 @@ class _Trial:
             prepare(program)
             try:
                 # Without a target coremltools takes the oldest opset.
-                check_translation(program, opset if opset > Opset.iOS15 else None)
+                translate(program, opset if opset > Opset.iOS15 else None)
             except ConversionError as error:
                 blamed = blamed_call(program, originals, error)
                 raise

@@ -13,7 +13,7 @@ import pytest
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge
 from executorch.exir.backend.compile_spec_schema import CompileSpec
-from support.lowering import Function, fp32_specs
+from support.lowering import Function, build_blob, fp32_specs
 from support.tolerances import sqnr_db
 from torch import nn
 from torch.export import ExportedProgram
@@ -30,7 +30,6 @@ from coreml_delegate.errors import (
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import METADATA, ModelMetadata
 from coreml_delegate.lowering import convert
-from coreml_delegate.lowering.build import build_blob
 from coreml_delegate.lowering.contract import BOUNDARY_DTYPES, boundary_of, check_program
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.mil.dtypes import DType

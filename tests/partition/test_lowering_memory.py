@@ -17,6 +17,7 @@ from coremltools.converters.mil import Builder
 from coremltools.converters.mil.mil import Program, types
 from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
 from executorch.exir import to_edge
+from support.lowering import build_blob
 from torch import nn
 from torch.export import ExportedProgram
 
@@ -159,7 +160,7 @@ def _programs() -> list[Program]:
 
 
 def test_large_files_stay_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    expected = build.build_blob(program(), CompileOptions())
+    expected = build_blob(program(), CompileOptions())
     monkeypatch.setattr(build, "_MAPPED", 64)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     files = build.build_files(program(), CompileOptions())

@@ -35,7 +35,7 @@ from coreml_delegate.formats.blob_layout import (
     debug_symbol,
     identify,
 )
-from coreml_delegate.lowering import blob_cache
+from coreml_delegate.lowering import store
 from coreml_delegate.lowering.build import build_files, model_files, result_of
 from coreml_delegate.lowering.convert import Conversion, check_compiler, temporary_folder
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
@@ -179,7 +179,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
             return owner.preprocess(edge_program, compile_specs)
         options = CompileOptions.from_specs(compile_specs)
         handles = handles_of(edge_program)
-        files = blob_cache.take(edge_program, options) or build_files(edge_program, options)
+        files = store.take(edge_program, options) or build_files(edge_program, options)
         compile_specs[:] = options.to_specs()
         return result_of(with_handles(files, handles))
 

@@ -14,9 +14,9 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.fx import GraphModule, Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.lowering.blob_cache import CachedBlob
 from coreml_delegate.lowering.delegation_tags import tag_of
 from coreml_delegate.lowering.proof import ConversionProof
+from coreml_delegate.lowering.store import CachedBlob
 from coreml_delegate.ops import Reason, record_of, required_opset
 from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import target_name

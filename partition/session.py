@@ -17,8 +17,8 @@ from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import ProgramError
-from coreml_delegate.lowering.blob_cache import CachedBlob, Outcome
 from coreml_delegate.lowering.delegation_tags import remove_tags
+from coreml_delegate.lowering.store import CachedBlob, Outcome
 from coreml_delegate.module_scope import Scope, scopes_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.branches import partition_with_branches

@@ -27,7 +27,6 @@ from coreml_delegate.formats.blob_layout import (
 from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate, map_folder
 from coreml_delegate.lowering import fp16
 from coreml_delegate.lowering.contract import boundary_of, check_program, name_boundary
-from coreml_delegate.lowering.conversion_cache import ConversionCacheEntry
 from coreml_delegate.lowering.convert import (
     Conversion,
     compile_package,
@@ -42,6 +41,7 @@ from coreml_delegate.lowering.enumerated_shapes import (
     fix_sizes,
 )
 from coreml_delegate.lowering.prepare import prepare
+from coreml_delegate.lowering.store import ConversionCacheEntry
 from coreml_delegate.ops import obstacles_in
 from coreml_delegate.ops import required_opset as opset_of_calls
 from coreml_delegate.targets import STATE_OPSET, Opset

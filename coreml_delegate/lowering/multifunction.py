@@ -37,8 +37,7 @@ from coreml_delegate.formats.blob_layout import (
     identify,
     in_folder,
 )
-from coreml_delegate.lowering import blob_cache, debug_handles
-from coreml_delegate.lowering.blob_cache import Outcome, Sharing
+from coreml_delegate.lowering import debug_handles, store
 from coreml_delegate.lowering.build import (
     build_files,
     compiled_files,
@@ -48,6 +47,7 @@ from coreml_delegate.lowering.build import (
 from coreml_delegate.lowering.convert import check_compiler, compile_package
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.lowering.merging import FunctionModel, merge
+from coreml_delegate.lowering.store import Outcome, Sharing
 from coreml_delegate.ops.constants import state_value
 from coreml_delegate.targets import STATE_OPSET, Opset
 
@@ -182,8 +182,7 @@ def _strategy(options: Iterable[CompileOptions]) -> WeightSharing | None:
 def _lower_each(partitions: Sequence[_Partition]) -> list[_Lowered]:
     """Lower each partition separately, or take its blob from the cache."""
     cached = [
-        (partition, blob_cache.find(partition.program, partition.options))
-        for partition in partitions
+        (partition, store.find(partition.program, partition.options)) for partition in partitions
     ]
     records = {id(record): record for _, record in cached if record is not None}
     # Methods with equal partitions have one record.

@@ -16,12 +16,12 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.lowering import blob_cache
-from coreml_delegate.lowering.blob_cache import CachedBlob
+from coreml_delegate.lowering import store
 from coreml_delegate.lowering.build import build_files, check_translation
 from coreml_delegate.lowering.convert import is_about_the_graph
 from coreml_delegate.lowering.delegation_tags import cut_partitions, tag_of
 from coreml_delegate.lowering.enumerated_shapes import boundary_shapes
+from coreml_delegate.lowering.store import CachedBlob
 from coreml_delegate.lowering.subgraph import call_of, program_of, without_memory
 from coreml_delegate.lowering.trial import TRIALS, blamed_call, message_of, reason_of
 from coreml_delegate.ops import Reason, ReasonCode, record_of
@@ -147,9 +147,9 @@ class ConversionProof:
         """Convert one partition and add its blob; return the error, or None."""
         if not self._has_all_values:
             return _error_of(check_translation, subgraph, options)
-        record = blob_cache.find(subgraph, options)
+        record = store.find(subgraph, options)
         if record is None:
-            record = blob_cache.keep(subgraph, options)
+            record = store.keep(subgraph, options)
             try:
                 record.files = build_files(subgraph, options)
             except Exception as error:

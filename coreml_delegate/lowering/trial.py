@@ -6,26 +6,20 @@ without weights. Verdicts are cached in memory and on disk.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.metadata
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import filelock
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.caches import cache_folder, source_digest
+from coreml_delegate.caches import cache_folder
 from coreml_delegate.errors import ConversionError
-from coreml_delegate.formats.files import new_file
 from coreml_delegate.lowering.convert import is_about_the_graph, translate
 from coreml_delegate.lowering.prepare import prepare
+from coreml_delegate.lowering.store import digest, keep_verdicts, read_verdicts
 from coreml_delegate.lowering.subgraph import call_of, program_of
 from coreml_delegate.ops import Reason, ReasonCode, required_opset
 from coreml_delegate.ops.call import OpCall, target_name
@@ -52,7 +46,7 @@ class Trials:
     """Verdicts by signature and target, shared by all partitioners of a process."""
 
     cached: dict[str, Verdict] = field(default_factory=dict[str, Verdict])
-    loaded_from: Path | None = None
+    loaded_from: str | None = None
 
     def verdicts(
         self,
@@ -81,34 +75,19 @@ class Trials:
             logger.debug(
                 "tried %d signatures, %d failed", len(new), _count_failed(new_verdicts.values())
             )
-            self._save()
+            keep_verdicts(_encode(self.cached))
         return {call: self.cached[key] for call, key in keys.items()}
 
     def _load(self) -> None:
-        path = _file()
-        if path is None or path == self.loaded_from:
-            return
-        self.loaded_from = path
-        self.cached = _read(path) | self.cached
-
-    def _save(self) -> None:
-        """Merge the verdicts into the file; a cache that cannot be written is not an error."""
-        path = _file()
-        if path is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
-                self.cached = _read(path) | self.cached
-                _write(path, self.cached)
-        except (OSError, filelock.Timeout) as error:
-            logger.info("trial conversions are not kept on disk: %s", error)
+        """Read the verdicts on disk, again if the folder of all caches has changed."""
+        folder = str(cache_folder())
+        if folder != self.loaded_from:
+            self.loaded_from = folder
+            self.cached = _decode(read_verdicts()) | self.cached
 
 
 TRIALS = Trials()
 """The verdicts of this process."""
-
-_LOCK_SECONDS = 10.0
 
 
 def reason_of(call: Node, verdict: Verdict) -> Reason:
@@ -227,7 +206,7 @@ def signature_of(call: Node, constants: Mapping[Node, torch.Tensor], target: Ops
     parts = [target_name(call.target), "any" if target is None else target.name]
     parts += [f"{name}={_describe(value, constants)}" for name, value in _arguments(call)]
     parts += [f"-> {_tensor(value)}" for value in _results(call)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return digest(*parts)
 
 
 def _arguments(call: Node) -> list[tuple[str, Any]]:
@@ -252,47 +231,15 @@ def _tensor(value: torch.Tensor) -> str:
     return f"{value.dtype}[{', '.join(str(size) for size in value.shape)}]"
 
 
-# The file
-
-
-def _file() -> Path | None:
-    caches = cache_folder()
-    return None if caches is None else caches / "trials" / f"{_version()}.json"
-
-
-# Packages that decide how a call is rewritten and translated.
-_SOURCES = ("coreml_delegate.ops", "coreml_delegate.lowering", "coreml_delegate.dynamic_shapes")
-
-
-@functools.cache
-def _version() -> str:
-    """Return a digest of all that a verdict depends on, except the call."""
-    digest = hashlib.sha256()
-    for name in ("coremltools", "torch"):
-        digest.update(f"{name} {importlib.metadata.version(name)}\n".encode())
-    digest.update(source_digest(*_SOURCES).encode())
-    return digest.hexdigest()[:24]
-
-
-def _read(path: Path) -> dict[str, Verdict]:
-    """Return the verdicts in a file; an empty dict if it is missing or damaged."""
-    try:
-        content = json.loads(path.read_text())
-        return {
-            str(key): Verdict(None if since is None else Opset(since), str(error))
-            for key, (since, error) in content.items()
-        }
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        logger.info("trial conversions on disk are not readable: %s", error)
-        return {}
-
-
-def _write(path: Path, verdicts: Mapping[str, Verdict]) -> None:
-    content = {
-        key: (None if v.since is None else int(v.since), v.error)
-        for key, v in sorted(verdicts.items())
+def _encode(verdicts: Mapping[str, Verdict]) -> dict[str, tuple[int | None, str]]:
+    return {
+        key: (None if verdict.since is None else int(verdict.since), verdict.error)
+        for key, verdict in verdicts.items()
     }
-    with new_file(path, permissions=0o600) as file:
-        file.write(json.dumps(content).encode())
+
+
+def _decode(content: Mapping[str, Any]) -> dict[str, Verdict]:
+    return {
+        key: Verdict(None if since is None else Opset(since), error)
+        for key, (since, error) in content.items()
+    }

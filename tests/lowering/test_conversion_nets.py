@@ -24,7 +24,8 @@ from torch import nn
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
-from coreml_delegate.lowering import blob_cache as kept
+from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
+from coreml_delegate.lowering import store
 from coreml_delegate.lowering.proof import ConversionProof
 from coreml_delegate.lowering.trial import TRIALS, Trials
 from coreml_delegate.ops import ReasonCode
@@ -115,23 +116,22 @@ def test_trial_verdicts_are_cached_in_memory_and_on_disk(
     lower(Chain(), INPUTS)
     assert counts["milinternal"] == first
     assert TRIALS.cached == known
-    (kept,) = (tmp_path / "trials").glob("*.json")
     assert Trials().cached == {}
-    assert kept.stat().st_size > 0
+    assert len(EntryCache(CacheOptions(tmp_path / store.VERDICTS)).files()) == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', '{"a": [99, ""]}'])
+@pytest.mark.parametrize("content", [b"", b"{", bytes(5000)])
 def test_a_damaged_verdict_cache_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes
 ) -> None:
     lower(Chain(), INPUTS)
-    (kept,) = (tmp_path / "trials").glob("*.json")
-    whole = kept.read_text()
-    kept.write_text(content)
+    (entry,) = EntryCache(CacheOptions(tmp_path / store.VERDICTS)).files()
+    whole = entry.path.read_bytes()
+    entry.path.write_bytes(content)
     monkeypatch.setattr(TRIALS, "cached", {})
     monkeypatch.setattr(TRIALS, "loaded_from", None)
     assert lower(Chain(), INPUTS).operators == ()
-    assert kept.read_text() == whole
+    assert entry.path.read_bytes() == whole
 
 
 def test_lowering_works_without_a_writable_cache_folder(
@@ -211,14 +211,14 @@ def test_an_option_that_needs_macos_is_an_error_elsewhere(monkeypatch: pytest.Mo
 
 
 def test_records_of_taken_blobs_hold_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    records: list[kept.CachedBlob] = []
-    keep = kept.keep
+    records: list[store.CachedBlob] = []
+    keep = store.keep
 
-    def recorded(*arguments: Any) -> kept.CachedBlob:
+    def recorded(*arguments: Any) -> store.CachedBlob:
         records.append(keep(*arguments))
         return records[-1]
 
-    monkeypatch.setattr(kept, "keep", recorded)
+    monkeypatch.setattr(store, "keep", recorded)
     lowered = lower(Network(supported=True), INPUTS)
     assert lowered.report.undelegated == ()
     assert [(record.files, record.constants) for record in records] == [(None, {})]
@@ -328,7 +328,7 @@ def test_weights_changed_after_a_plan_are_converted_again(monkeypatch: pytest.Mo
 def test_blobs_are_equal_with_and_without_the_blob_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Network(supported=True)
     reused = lower(module, INPUTS).pte
-    monkeypatch.setattr("coreml_delegate.lowering.blob_cache.find", lambda program, options: None)
+    monkeypatch.setattr("coreml_delegate.lowering.store.find", lambda program, options: None)
     assert lower(module, INPUTS).pte == reused
 
 

@@ -22,7 +22,7 @@ from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import DEBUG_INFO, DebugInfo, debug_info_in
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE
-from coreml_delegate.lowering.conversion_cache import FOLDER
+from coreml_delegate.lowering.store import FOLDER
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.targets import Opset

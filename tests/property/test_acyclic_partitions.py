@@ -40,8 +40,8 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.lowering.blob_cache import fingerprint
 from coreml_delegate.lowering.delegation_tags import cut_partitions, tag_of
+from coreml_delegate.lowering.store import fingerprint
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.partition.grouping.decision import DataOwnership, decide

@@ -20,8 +20,8 @@ from torch import nn
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.compile_options import CompileOptions, KeepFp32
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
-from coreml_delegate.lowering import conversion_cache
-from coreml_delegate.lowering.conversion_cache import FOLDER, ConversionCacheEntry
+from coreml_delegate.lowering import store
+from coreml_delegate.lowering.store import FOLDER, ConversionCacheEntry
 
 INPUTS = (torch.linspace(-1, 1, 8).reshape(2, 4),)
 
@@ -81,7 +81,7 @@ def test_another_process_finds_what_this_one_has_made(folder: Path) -> None:
     code = (
         "import sys\n"
         "sys.path.insert(0, 'tests')\n"
-        "from lowering.test_conversion_cache import INPUTS, Layers\n"
+        "from lowering.test_store import INPUTS, Layers\n"
         "from coreml_delegate import ops\n"
         "from coreml_delegate.lowering import build\n"
         # As the fixture operators_on_the_cpu does in this process.
@@ -157,16 +157,15 @@ def test_the_module_of_a_call_is_in_the_key_if_it_decides_its_precision() -> Non
     assert _key(Renamed(), change=move, keep_fp32=keep) != _key(Renamed(), keep_fp32=keep)
 
 
-@pytest.mark.parametrize("part", ["source_digest", "_version"])
-def test_sources_and_versions_are_in_the_key(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_sources_and_versions_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _key()
-    conversion_cache._toolchain_versions.cache_clear()
-    monkeypatch.setattr(conversion_cache, part, lambda name: f"another {name}")
+    store.toolchain.cache_clear()
+    monkeypatch.setattr(store, "software", lambda *names: dict.fromkeys(names, "another"))
     try:
         assert _key() != before
     finally:
         monkeypatch.undo()
-        conversion_cache._toolchain_versions.cache_clear()
+        store.toolchain.cache_clear()
 
 
 def test_nothing_is_kept_where_a_user_translates_ops(

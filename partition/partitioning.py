@@ -1,11 +1,11 @@
-"""``PartitionRun``: the partitioning of one program, from verdicts on its calls to the report."""
+"""``Partitioning``: of one program, from verdicts on its calls to the report."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,22 +83,6 @@ _LOCK = threading.RLock()
 """Held while a program is partitioned: all partitioners share the caches of verdicts and blobs."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionedProgram:
-    """The result of a run.
-
-    Attributes:
-        report: The report on every call of the program.
-        compile_options: The compile options of each partition, by tag.
-        blobs: The cached blobs of partitions, by tag; ``preprocess`` finds them as long as they are
-            referenced.
-    """
-
-    report: DelegationReport
-    compile_options: Mapping[str, CompileOptions]
-    blobs: Mapping[str, CachedBlob]
-
-
 def transform(program: ExportedProgram, options: PartitionerOptions) -> ExportedProgram:
     """Return a program in fp32, with plain tensors and containers, without assertions.
 
@@ -144,18 +128,18 @@ def _lower_branch(
     branch = _transform(branch, options, constants).run_decompositions({})
     wide, excluded = WideIntegers(), ExcludedCalls()
 
-    def run(program: ExportedProgram) -> PartitionRun:
-        return PartitionRun(with_constants(program, constants), options, wide, excluded)
+    def judged(program: ExportedProgram) -> Partitioning:
+        return Partitioning(with_constants(program, constants), options, wide, excluded)
 
     table = default_decompositions()
-    refused = run(branch).excluded_calls()
+    refused = judged(branch).excluded_calls()
     if not refused:
-        for op in run(branch).ops_to_preserve():
+        for op in judged(branch).ops_to_preserve():
             table.pop(op, None)
         branch = branch.run_decompositions(table)
         # Torch adds dtype assertions to casts; ExecuTorch removes them only at the root.
         RemoveGraphAssertsPass()(branch.graph_module)
-        refused = run(branch).refusals()
+        refused = judged(branch).refusals()
     for node, reason in refused.items():
         return replace(reason, text=f"{target_name(node.target)}: {reason.text}")
     return branch
@@ -167,14 +151,17 @@ def _partitioning() -> Generator[None]:
         yield
 
 
-class PartitionRun:
-    """The partitioning of one program.
+class Partitioning:
+    """The partitioning of one program, or of one branch of its control flow.
 
     Args:
         program: In ATen dialect to ask for ops to preserve, in edge dialect to partition.
         options: The partitioner's.
         wide: Integers beyond int32, noted from the program in ATen dialect.
         excluded: Composite calls that the user excludes, noted from the program in ATen dialect.
+
+    Attributes:
+        compile_options: The compile options of each partition, by tag.
     """
 
     def __init__(
@@ -191,6 +178,12 @@ class PartitionRun:
         self._excluded = excluded
         self._filters = options.filters.with_filter(excluded)
         self._proof = ConversionProof(program, constants_inside=options.ownership.constants)
+        self.compile_options: Mapping[str, CompileOptions] = {}
+
+    @property
+    def blobs(self) -> Mapping[str, CachedBlob]:
+        """The cached blobs of partitions, by tag; ``preprocess`` finds them while referenced."""
+        return self._proof.blobs
 
     @_partitioning()
     def ops_to_preserve(self) -> set[OpOverload]:
@@ -241,8 +234,8 @@ class PartitionRun:
         return {call: reason for call, reason in reasons if reason is not None}
 
     @_partitioning()
-    def partition(self, *, prefix: str = "") -> PartitionedProgram:
-        """Tag the calls that Core ML takes.
+    def tag(self, *, prefix: str = "") -> DelegationReport:
+        """Tag the calls that Core ML takes, and report on every call.
 
         Args:
             prefix: Of the tags.
@@ -265,11 +258,8 @@ class PartitionRun:
         )
         keep_initial_values(program, self._proof.values)
         register_kernels(target_name(node.target) for node in decision.refused)
-        return PartitionedProgram(
-            report=describe(program, decision, self._options, self._proof),
-            compile_options=self._compile_options(decision.partitions),
-            blobs=self._proof.blobs,
-        )
+        self.compile_options = self._options_by_tag(decision.partitions)
+        return describe(program, decision, self._options, self._proof)
 
     def refusals(self, only: Callable[[Node], bool] | None = None) -> dict[Node, Reason]:
         """Return the calls refused by the rules, the user, or a trial, with the reasons.
@@ -301,9 +291,9 @@ class PartitionRun:
         for node in program.graph.nodes:
             if node.op == "call_function" and tag_of(node) in groups:
                 groups[str(tag_of(node))].append(node)
-        return refuse_results(self._proof.unconvertible_calls(self._compile_options(groups)))
+        return refuse_results(self._proof.unconvertible_calls(self._options_by_tag(groups)))
 
-    def _compile_options(
+    def _options_by_tag(
         self, partitions: Mapping[str, Sequence[Node]]
     ) -> dict[str, CompileOptions]:
         """Return the compile options of each partition of the tagged program."""

@@ -19,7 +19,6 @@ from coreml_delegate.llm.attention import NAME, Call, active_call
 from coreml_delegate.llm.caches import LayerCache, input_caches, new_tensors, read_layers
 from coreml_delegate.llm.experts import stack_experts
 from coreml_delegate.llm.generator import write_cache
-from coreml_delegate.llm.norms import make_norms_safe
 from coreml_delegate.llm.positions import tabulate_positions
 from coreml_delegate.llm.recurrences import use_own_recurrences
 from coreml_delegate.patches.transformers import set_attention
@@ -44,7 +43,6 @@ class Decoder(nn.Module):
     Args:
         model: A causal language model of ``transformers`` in fp32 and eval mode; changed.
         context: Number of tokens of the longest text.
-        safe_norms: Use norms that cannot overflow in fp16, at a few more operations per norm.
 
     Attributes:
         model: The model.
@@ -57,7 +55,7 @@ class Decoder(nn.Module):
         OptionError: The context is too long for the model.
     """
 
-    def __init__(self, model: Any, *, context: int, safe_norms: bool = False) -> None:
+    def __init__(self, model: Any, *, context: int) -> None:
         super().__init__()
         if context < 2:
             raise OptionError("the context is too short", got=str(context), expected="2 or more")
@@ -70,8 +68,6 @@ class Decoder(nn.Module):
         stack_experts(model)
         use_own_recurrences(model, self.layers)
         tabulate_positions(model, context)
-        if safe_norms:
-            make_norms_safe(model)
         use_our_attention(model)
         self._accepted = inspect.signature(model.forward).parameters
         with wrap_errors(_refusal(model), kind=LoweringError):

@@ -24,7 +24,6 @@ from coreml_delegate.llm.cross_caches import (
     with_source,
 )
 from coreml_delegate.llm.decoder import require_equal, use_our_attention
-from coreml_delegate.llm.norms import make_norms_safe
 from coreml_delegate.llm.position_tables import tabulate_decoder_positions, tabulate_relative_biases
 from coreml_delegate.llm.residuals import scale_residuals
 from coreml_delegate.llm.source import SourceKind
@@ -72,7 +71,6 @@ class EncoderDecoder(nn.Module):
         context: Number of tokens of the longest answer, its start tokens included.
         source: Number of tokens of the longest source text; None for a model that takes
             spectrograms, whose number of frames is in the configuration.
-        safe_norms: Prevent overflow in fp16, at a few more operations per norm.
 
     Attributes:
         model: The model.
@@ -87,9 +85,7 @@ class EncoderDecoder(nn.Module):
         OptionError: The context or the source is too short, or too long for the model.
     """
 
-    def __init__(
-        self, model: Any, *, context: int, source: int | None = None, safe_norms: bool = False
-    ) -> None:
+    def __init__(self, model: Any, *, context: int, source: int | None = None) -> None:
         super().__init__()
         for name, size in (("context", context), ("source", context if source is None else source)):
             if size < 2:
@@ -103,7 +99,7 @@ class EncoderDecoder(nn.Module):
         with torch.no_grad(), wrap_errors(self._refusal, kind=LoweringError):
             trials = [self._run_trial(source) for source in self._sources()]
         self.layers, self.cross, self._encoded = _cache_shapes(trials[0].outputs)
-        self._prepare(safe_norms)
+        self._prepare()
         with torch.no_grad(), wrap_errors(self._refusal, kind=LoweringError):
             for trial in trials:
                 self._check(trial)
@@ -222,15 +218,13 @@ class EncoderDecoder(nn.Module):
             raise LoweringError(self._refusal)
         return _Trial(source, outputs)
 
-    def _prepare(self, safe_norms: bool) -> None:
+    def _prepare(self) -> None:
         model = self.model
         tabulate_relative_biases(model, context=self.context, source=self.positions)
         with wrap_errors(f"{type(model).__name__} has no {self.context} positions"):
             tabulate_decoder_positions(model, self.context)
         _use_gelu(model)
-        if safe_norms:
-            make_norms_safe(model)
-            scale_residuals(model)
+        scale_residuals(model)
         use_our_attention(model)
 
     def _check(self, trial: _Trial) -> None:

@@ -40,7 +40,6 @@ def load_encoder_decoder(
     seed: int = 0,
     context: int | None = None,
     source_length: int | None = None,
-    safe_norms: bool = False,
 ) -> EncoderDecoder:
     """Return an encoder-decoder model with a checkpoint's weights, or with random weights.
 
@@ -50,7 +49,6 @@ def load_encoder_decoder(
         seed: Seed of random weights.
         context: Tokens of the longest answer; None for the model's own, at most 2048.
         source_length: Tokens of the longest source text; None for the model's own, at most 1024.
-        safe_norms: See ``EncoderDecoder``.
 
     Raises:
         OptionError: A size does not fit the model, or see ``load_decoder``.
@@ -66,7 +64,7 @@ def load_encoder_decoder(
         )
     model = random_model(config, seed) if folder is None else load_model(folder, config)
     length = None if takes_audio else length
-    return EncoderDecoder(model, context=context, source=length, safe_norms=safe_norms)
+    return EncoderDecoder(model, context=context, source=length)
 
 
 def describe_source(model: EncoderDecoder, config: Any, folder: Path | None) -> Source:

@@ -1,4 +1,4 @@
-"""T5 in fp16: the residual stream is scaled down.
+"""The residual stream of T5 is scaled down for fp16.
 
 T5's residual stream exceeds 65504, the largest fp16 number, and its modules clamp it. Every layer
 reads it through an RMS norm, which is scale-invariant except for its epsilon: with the factor f of
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from coreml_delegate.llm.norms import RMSNorm
 from coreml_delegate.llm.stored_weights import StoredWeight
 
 FACTOR = 1 / 16
@@ -40,15 +39,15 @@ def scale_residuals(model: Any) -> None:
     """Scale the residual stream of T5; other models are not changed.
 
     Args:
-        model: An encoder-decoder model whose norms are ``RMSNorm``; changed.
+        model: An encoder-decoder model; changed.
     """
     for stack in (model.get_encoder(), model.get_decoder()):
         if not all(hasattr(stack, name) for name in ("block", "embed_tokens", "final_layer_norm")):
             return
         stack.embed_tokens = ScaledEmbedding(stack.embed_tokens)
         for module in stack.modules():
-            if isinstance(module, RMSNorm):
-                module.eps *= FACTOR**2
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon *= FACTOR**2
             if (linear := _branch_layer(module)) is not None:
                 linear.weight = nn.Parameter(_scaled_weight(linear.weight), requires_grad=False)
 

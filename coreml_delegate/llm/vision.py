@@ -149,7 +149,6 @@ class VisionDecoder(Decoder):
         model: A model of ``transformers`` of one of the ``FAMILIES``, in fp32 and eval mode;
             changed.
         context: Number of positions of the longest text, images included.
-        safe_norms: As for ``Decoder``.
 
     Attributes:
         size: Height and width of images.
@@ -160,7 +159,7 @@ class VisionDecoder(Decoder):
         OptionError: The context is too long for the model, or has no room for an image.
     """
 
-    def __init__(self, model: Any, *, context: int, safe_norms: bool = False) -> None:
+    def __init__(self, model: Any, *, context: int) -> None:
         family, size = _FAMILIES[model.config.model_type], image_size(model.config)
         refusal = f"{type(model).__name__} does not compute with an image and a text"
         pixels = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -172,7 +171,7 @@ class VisionDecoder(Decoder):
                 input_ids=torch.tensor([tokens]), pixel_values=family.model_input(pixels)
             ).logits
             family.prepare(model, size)
-        super().__init__(model, context=context, safe_norms=safe_norms)
+        super().__init__(model, context=context)
         self.size, self.positions = size, int(shape[1])
         self._family = family
         self._width = int(shape[2])

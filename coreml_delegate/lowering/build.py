@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from executorch.exir.backend.backend_details import PreprocessResult
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions, Precision
+from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.dynamic_shapes.symbols import relations_of
 from coreml_delegate.errors import UnsupportedOperatorError
@@ -105,9 +104,7 @@ def _lower(program: ExportedProgram, options: CompileOptions) -> Files:
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     relations = {} if inputs else relations_of(program)
     # Prepare
-    is_fp16 = options.precision is Precision.FLOAT16
-    guard = partial(fp16.avoid_fp16_overflow, in_fp32=in_fp32, ops=options.keep_fp32.ops)
-    prepare(program, guard if is_fp16 else None)
+    prepare(program)
     # Convert
     with convert_program(program, options, in_fp32) as conversion:
         # Name the boundary

@@ -34,7 +34,7 @@ from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.lowering.coremltools_options import compression_passes, convert_keywords
 from coreml_delegate.lowering.debug_handles import operation_calls
-from coreml_delegate.lowering.fp16 import lost_constants, recording_fp32_constants
+from coreml_delegate.lowering.fp16 import fp16_cast, lost_constants
 from coreml_delegate.lowering.native_parts import native_parts
 from coreml_delegate.ops import control_flow, mil_ops
 from coreml_delegate.patches import Patch, patched
@@ -202,7 +202,7 @@ def _convert(
     ):
         with (
             _conversion_errors(source),
-            recording_fp32_constants() as recorded,
+            fp16_cast() as recorded,
             native_parts(),
             patched(*coremltools_patches.WORKAROUNDS, *coremltools_patches.faster()),
             _collecting_new_objects_only(),

@@ -13,7 +13,6 @@ Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``multiarray`` conversion.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,14 +31,11 @@ from coreml_delegate.ops.high_rank import has_high_rank, merge_dimensions
 from coreml_delegate.ops.record import OpRecord
 
 
-def prepare(
-    program: ExportedProgram, then: Callable[[ExportedProgram], None] | None = None
-) -> None:
+def prepare(program: ExportedProgram) -> None:
     """Rewrite ``program`` in place, without a change of its results.
 
     Args:
         program: A subgraph.
-        then: Further rewrites, of the prepared program and of each of its branches.
 
     Raises:
         ContractError: See ``make_states``.
@@ -54,7 +50,7 @@ def prepare(
         if record is not None and record.rewrite is not None:
             record.rewrite(node)
         if unwrap_edge_op(node.target) in PROTECTED:
-            _prepare_branches(node, then)
+            _prepare_branches(node)
     _retype_floats(program)
     _set_row_major_strides(program)
     _widen_integers(program)
@@ -64,17 +60,15 @@ def prepare(
     for output in dict.fromkeys(outputs):
         if isinstance(output, Node) and _may_be_skipped(output):
             _add_identity(output)
-    if then is not None:
-        then(program)
     program.graph_module.recompile()
 
 
-def _prepare_branches(node: Node, then: Callable[[ExportedProgram], None] | None) -> None:
+def _prepare_branches(node: Node) -> None:
     """Rewrite the branches of a control flow call."""
     text, *arguments = node.args
     branches = read_branches(str(text))
     for branch in branches:
-        prepare(branch, then)
+        prepare(branch)
         _leave_edge_dialect(branch)
     node.args = (write_branches(branches), *arguments)
 

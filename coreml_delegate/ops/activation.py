@@ -22,7 +22,7 @@ from coreml_delegate.ops.edits import (
 from coreml_delegate.ops.flops import SOFTMAX_FLOPS, per_result
 from coreml_delegate.ops.merging import along, pointwise
 from coreml_delegate.ops.quantization import CompositeOp, Pattern, Quantization, activation
-from coreml_delegate.ops.record import OpRecord, ScoreRole
+from coreml_delegate.ops.record import OpRecord
 
 
 def _has_positive_formula(call: OpCall) -> bool:
@@ -172,7 +172,7 @@ RECORDS = (
     _op("aten.prelu.default", constraints=(IsConstant("weight"),), merge=None, rewrite=_prelu),
     _along("aten.glu.default"),
     *(
-        _along(name, score_role=ScoreRole.NORMALIZES, flops=_SOFTMAX, quantization=_UNIT)
+        _along(name, flops=_SOFTMAX, quantization=_UNIT)
         for name in ("aten._softmax.default", "aten.softmax.int")
     ),
     *(

@@ -25,7 +25,7 @@ from coreml_delegate.ops.edits import (
     value_of,
 )
 from coreml_delegate.ops.flops import nothing
-from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
+from coreml_delegate.ops.record import OpRecord, Rewrite
 
 
 def _broadcast(source: str) -> Rewrite:
@@ -74,7 +74,7 @@ def _eye(node: Node) -> None:
     become(node, ATEN._to_copy.default, equal, dtype=value_of(node).dtype)
 
 
-_op = partial(OpRecord, dtypes={"": ANY}, score_role=ScoreRole.PROPAGATES, flops=nothing)
+_op = partial(OpRecord, dtypes={"": ANY}, flops=nothing)
 _decomposed = partial(_op, preserve=False)
 _random = partial(OpRecord, results=FLOAT, constraints=(static_result,))
 

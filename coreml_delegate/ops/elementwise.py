@@ -39,7 +39,7 @@ from coreml_delegate.ops.edits import (
 from coreml_delegate.ops.merging import pointwise
 from coreml_delegate.ops.mil_ops import floor_divide
 from coreml_delegate.ops.quantization import Pattern, Quantization, Tail, activation
-from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
+from coreml_delegate.ops.record import OpRecord, Rewrite
 
 
 def _compares_numbers(call: OpCall) -> bool:
@@ -401,7 +401,7 @@ _SMALL_POWER = holds(
     _is_computable_power, ReasonCode.ARGUMENT, "Core ML has only the powers 2 to 4 of integers"
 )
 
-_op = partial(OpRecord, score_role=ScoreRole.PROPAGATES, merge=pointwise)
+_op = partial(OpRecord, merge=pointwise)
 # Ops whose results are floats for every dtype.
 _floating = partial(_op, dtypes={"": ANY}, rewrite=promote("self"))
 _numeric = partial(_op, dtypes={"": NUMERIC})
@@ -413,9 +413,6 @@ _power_of_floats = partial(
 )
 _ADD = Quantization((Pattern("add", tail=(Tail.ACTIVATION,), keeps_sign=True),))
 _MUL = Quantization((Pattern("mul", tail=(Tail.ACTIVATION,), keeps_sign=True),))
-_SUM = ScoreRole.PROPAGATES | ScoreRole.ADDS
-_PRODUCT = ScoreRole.PROPAGATES | ScoreRole.SCALES
-_QUOTIENT = ScoreRole.PROPAGATES | ScoreRole.DIVIDES
 _CLAMPS = activation(lower_bound="min")
 
 RECORDS = (
@@ -431,7 +428,7 @@ RECORDS = (
         )
     ),
     *(
-        _floating(f"aten.{name}", rewrite=promote("self", "other"), score_role=_QUOTIENT)
+        _floating(f"aten.{name}", rewrite=promote("self", "other"))
         for name in ("div.Scalar", "div.Tensor")
     ),
     _floating("aten.acosh.default", rewrite=_acosh),
@@ -452,20 +449,18 @@ RECORDS = (
     _arithmetic("aten.remainder.Scalar_Tensor", rewrite=_remainder_of_number),
     _arithmetic("aten.rsub.Scalar", rewrite=_rsub),
     _arithmetic("aten.sub.Scalar", rewrite=_add_scaled(ATEN.sub.Scalar)),
-    _arithmetic("aten.sub.Tensor", rewrite=_add_scaled(ATEN.sub.Tensor), score_role=_SUM),
-    _number("aten.add.Scalar", rewrite=_add_scaled(ATEN.add.Scalar), score_role=_SUM),
+    _arithmetic("aten.sub.Tensor", rewrite=_add_scaled(ATEN.sub.Tensor)),
+    _number("aten.add.Scalar", rewrite=_add_scaled(ATEN.add.Scalar)),
     _arithmetic(
         "aten.add.Tensor",
         constraints=(_UNSCALED_BOOLS,),
         rewrite=_bool_as(ATEN.logical_or.default, _add_scaled(ATEN.add.Tensor)),
-        score_role=_SUM,
         quantization=_ADD,
     ),
-    _number("aten.mul.Scalar", rewrite=promote("self", "other"), score_role=_PRODUCT),
+    _number("aten.mul.Scalar", rewrite=promote("self", "other")),
     _arithmetic(
         "aten.mul.Tensor",
         rewrite=_bool_as(ATEN.logical_and.default, promote("self", "other")),
-        score_role=_PRODUCT,
         quantization=_MUL,
     ),
     *(

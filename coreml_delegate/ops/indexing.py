@@ -47,7 +47,7 @@ from coreml_delegate.ops.flops import nothing, per_input
 from coreml_delegate.ops.merging import leading
 from coreml_delegate.ops.mil_ops import floor_divide, scatter_reduce
 from coreml_delegate.ops.quantization import MOVE, Output, Pattern, Quantization
-from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
+from coreml_delegate.ops.record import OpRecord, Rewrite
 
 
 def _drop_trailing_none(indices: Sequence[Any]) -> list[Any]:
@@ -361,7 +361,7 @@ _STATIC_PART = holds(
     _spans_static_part, ReasonCode.SYMBOLIC, "the index spans a dynamic part of the data"
 )
 
-_op = partial(OpRecord, flops=nothing, score_role=ScoreRole.PROPAGATES)
+_op = partial(OpRecord, flops=nothing)
 
 RECORDS = (
     _op(

@@ -20,7 +20,7 @@ from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, shape_
 from coreml_delegate.ops.flops import SOFTMAX_FLOPS, contraction, elements, extent
 from coreml_delegate.ops.merging import leading, matrices
 from coreml_delegate.ops.quantization import Pattern, Quantization, Tail
-from coreml_delegate.ops.record import OpRecord, ScoreRole
+from coreml_delegate.ops.record import OpRecord
 
 
 def _has_two_operands(call: OpCall) -> bool:
@@ -131,12 +131,10 @@ RECORDS = (
     _op("aten.mm.default", quantization=Quantization((_linear_pattern("mat2", "self"), _MATMUL))),
     _op(
         "aten.bmm.default",
-        score_role=ScoreRole.MULTIPLIES,
         quantization=Quantization((_MATMUL,)),
     ),
     _op(
         "aten.matmul.default",
-        score_role=ScoreRole.MULTIPLIES,
         constraints=(holds(_multiplies_matrices, ReasonCode.RANK, "'other' is a vector"),),
         merge=matrices,
         quantization=Quantization((_linear_pattern("other", "self"), _MATMUL)),
@@ -158,7 +156,6 @@ RECORDS = (
     ),
     _op(
         "aten.einsum.default",
-        score_role=ScoreRole.MULTIPLIES,
         constraints=(
             holds(_has_two_operands, ReasonCode.ARGUMENT, "einsum takes two operands in Core ML"),
             holds(_is_explicit, ReasonCode.ARGUMENT, "the equation has an ellipsis or no result"),

@@ -23,7 +23,7 @@ from coreml_delegate.ops.edits import (
     value_of,
 )
 from coreml_delegate.ops.merging import pointwise
-from coreml_delegate.ops.record import OpRecord, Rewrite, ScoreRole
+from coreml_delegate.ops.record import OpRecord, Rewrite
 
 
 def _logical(target: Any) -> Rewrite:
@@ -145,7 +145,7 @@ _FEW_BITS = holds(
     _has_few_bits, ReasonCode.ARGUMENT, "Core ML has remainders of int32, by at most 2 ** 30"
 )
 
-_op = partial(OpRecord, score_role=ScoreRole.PROPAGATES, merge=pointwise)
+_op = partial(OpRecord, merge=pointwise)
 
 RECORDS = (
     *(

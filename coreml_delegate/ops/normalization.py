@@ -31,7 +31,6 @@ from coreml_delegate.ops.flops import per_result
 from coreml_delegate.ops.merging import leading
 from coreml_delegate.ops.quantization import Quantization, Tail
 from coreml_delegate.ops.record import OpRecord
-from coreml_delegate.ops.squares import scale_down
 
 
 def _merges_spatial_dims(call: OpCall) -> bool:
@@ -48,22 +47,20 @@ def _has_only_dynamic_batch(x: torch.Tensor) -> bool:
 
 
 def _rms_norm(node: Node) -> None:
-    """``x / sqrt(mean(x**2) + eps) * weight``, scaled so that no square overflows fp16.
+    """``x / sqrt(mean(x**2) + eps) * weight``.
 
-    Coremltools scales too, but not the epsilon: apple/coremltools#2821.
+    Coremltools scales ``x``, but not the epsilon: apple/coremltools#2821.
     """
     arguments = arguments_of(node)
     x, weight, eps = (arguments[n] for n in ("input", "weight", "eps"))
     dims = list(range(-len(arguments["normalized_shape"]), 0))
     epsilon = torch.finfo(value_of(node).dtype).eps if eps is None else eps
-    scaled = scale_down(node, x, dims, epsilon)
-    square = insert(node, ATEN.mul.Tensor, scaled.x, scaled.x)
-    total = scaled.with_epsilon(node, insert(node, ATEN.mean.dim, square, dims, True))
-    root = insert(node, ATEN.rsqrt.default, total)
+    mean = insert(node, ATEN.mean.dim, insert(node, ATEN.mul.Tensor, x, x), dims, True)
+    root = insert(node, ATEN.rsqrt.default, insert(node, ATEN.add.Scalar, mean, epsilon))
     if weight is None:
-        become(node, ATEN.mul.Tensor, scaled.x, root)
+        become(node, ATEN.mul.Tensor, x, root)
     else:
-        become(node, ATEN.mul.Tensor, insert(node, ATEN.mul.Tensor, scaled.x, root), weight)
+        become(node, ATEN.mul.Tensor, insert(node, ATEN.mul.Tensor, x, root), weight)
 
 
 def _layer_norm(node: Node) -> None:

@@ -6,7 +6,6 @@ masks in fp16, the quantizer's patterns and the documentation's table derive fro
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -46,18 +45,6 @@ Rewrite = Callable[[Node], None]
 """Changes one call in place before conversion; its result keeps its value, shape and dtype."""
 
 
-class ScoreRole(enum.Flag):
-    """How an op takes part in the scores of a softmax: see ``lowering.fp16``."""
-
-    NONE = 0
-    MULTIPLIES = enum.auto()  # it is a product of matrices, which computes the scores
-    PROPAGATES = enum.auto()  # its result may have values of its arguments
-    ADDS = enum.auto()  # a mask may be one of its terms
-    SCALES = enum.auto()  # a mask or a scale may be one of its factors
-    DIVIDES = enum.auto()  # a scale may be its divisor
-    NORMALIZES = enum.auto()  # it is the softmax
-
-
 @dataclass(frozen=True, slots=True)
 class OpRecord:
     """The record of one ATen op that Core ML can take.
@@ -81,7 +68,6 @@ class OpRecord:
             the call itself rightly.
         moves_data: The result has the unchanged elements of the first argument: coremltools may
             translate a call that keeps the shape to its argument.
-        score_role: How the op takes part in masking.
         flops: Estimates the operations of a call.
         quantization: How the quantizer treats the op.
     """
@@ -99,7 +85,6 @@ class OpRecord:
     standalone: bool = True
     rewrite: Rewrite | None = None
     moves_data: bool = False
-    score_role: ScoreRole = ScoreRole.NONE
     flops: Estimator = ONE_PER_RESULT
     quantization: Quantization = IN_FLOAT
 

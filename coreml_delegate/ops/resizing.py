@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch.fx import Node
 
 from coreml_delegate.ops.call import OpCall, ReasonCode
@@ -11,7 +9,7 @@ from coreml_delegate.ops.constraints import holds, rank_between
 from coreml_delegate.ops.edits import ATEN, arguments_of, become
 from coreml_delegate.ops.flops import nothing, per_result
 from coreml_delegate.ops.quantization import MOVE, CompositeOp
-from coreml_delegate.ops.record import OpRecord, ScoreRole
+from coreml_delegate.ops.record import OpRecord
 
 
 def _whole_sizes(call: OpCall) -> bool:
@@ -40,25 +38,24 @@ _INTERPOLATION = holds(
 )
 # Four neighbours with a weight each.
 _BILINEAR_FLOPS = per_result(8)
-_op = partial(OpRecord, score_role=ScoreRole.PROPAGATES)
 _WHOLE_SIZES = holds(
     _whole_sizes, ReasonCode.ARGUMENT, "scale_factors give a fractional output size"
 )
 
 RECORDS = (
-    _op("aten.upsample_nearest2d.vec", moves_data=True, flops=nothing, quantization=MOVE),
-    _op(
+    OpRecord("aten.upsample_nearest2d.vec", moves_data=True, flops=nothing, quantization=MOVE),
+    OpRecord(
         "aten.grid_sampler.default",
         constraints=(rank_between("input", 4, 4), _INTERPOLATION),
         flops=_BILINEAR_FLOPS,
     ),
-    _op(
+    OpRecord(
         "aten.grid_sampler_2d.default",
         constraints=(_INTERPOLATION,),
         rewrite=_grid_sampler,
         flops=_BILINEAR_FLOPS,
     ),
-    _op("aten.upsample_bilinear2d.vec", constraints=(_WHOLE_SIZES,), flops=_BILINEAR_FLOPS),
+    OpRecord("aten.upsample_bilinear2d.vec", constraints=(_WHOLE_SIZES,), flops=_BILINEAR_FLOPS),
 )
 
 COMPOSITES = tuple(

@@ -41,7 +41,7 @@ from coreml_delegate.ops.merging import (
     view,
 )
 from coreml_delegate.ops.quantization import MOVE, CompositeOp, Output, Pattern, Quantization, Tail
-from coreml_delegate.ops.record import OpRecord, ScoreRole
+from coreml_delegate.ops.record import OpRecord
 from coreml_delegate.targets import Opset
 
 
@@ -255,7 +255,7 @@ _CROPS_CONSTANT = holds(
 _PAD = Quantization((Pattern("pad", output=Output.OF_INPUT, condition=_pads_with_zero),))
 _JOIN = Quantization((Pattern("cat", tail=(Tail.ACTIVATION,), keeps_sign=True),))
 
-_op = partial(OpRecord, moves_data=True, score_role=ScoreRole.PROPAGATES, flops=nothing)
+_op = partial(OpRecord, moves_data=True, flops=nothing)
 # Any dtype; coremltools translates the op to one MIL op, decomposed or not.
 _moves = partial(_op, dtypes={"": _MOVABLE_DTYPES}, results=_MOVABLE_DTYPES, preserve=False)
 _views = partial(_moves, merge=view)

@@ -21,7 +21,7 @@ from coreml_delegate.ops.edits import ATEN, arguments_of, become, cast, insert, 
 from coreml_delegate.ops.flops import nothing, per_input
 from coreml_delegate.ops.merging import along, view_sizes
 from coreml_delegate.ops.mil_ops import sliding_windows
-from coreml_delegate.ops.record import OpRecord, ScoreRole
+from coreml_delegate.ops.record import OpRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,6 @@ RECORDS = (
         "aten.im2col.default",
         constraints=(_STATIC_POSITIONS,),
         rewrite=_unfold,
-        score_role=ScoreRole.PROPAGATES,
         flops=nothing,
     ),
     OpRecord(
@@ -300,7 +299,6 @@ RECORDS = (
         ),
         merge=along("dimension"),
         rewrite=_unfold_dimension,
-        score_role=ScoreRole.PROPAGATES,
         flops=nothing,
     ),
     OpRecord(
@@ -308,7 +306,6 @@ RECORDS = (
         dtypes={"": ANY},
         constraints=(static_argument("self"), _has_valid_offsets),
         rewrite=_as_strided,
-        score_role=ScoreRole.PROPAGATES,
         flops=nothing,
     ),
     OpRecord("aten.col2im.default", constraints=(_FEW_BLOCKS,), rewrite=_fold, flops=per_input(1)),

@@ -311,22 +311,29 @@ OVERFLOW_CHECK = _patch(
 )
 
 
-def _then_call(observe: Callable[[Any], None], cast: Callable[..., None]) -> Callable[..., None]:
+def _around_cast(
+    steps: tuple[Callable[[Any, Callable[[Any], bool]], None], Callable[[Any], None]],
+    cast: Callable[..., None],
+) -> Callable[..., None]:
+    before, after = steps
     fp16 = pkgutil.resolve_name(f"{_PASSES}.quantization:FP16ComputePrecision")
 
     def apply(self: Any, program: Any) -> None:
+        if isinstance(self, fp16):
+            before(program, self.op_selector or (lambda _: True))
         cast(self, program)
         if isinstance(self, fp16):
-            observe(program)
+            after(program)
 
     return apply
 
 
-AFTER_FP16_CAST = _patch(
+AROUND_FP16_CAST = _patch(
     f"{_PASSES}.quantization:AbstractQuantizationPass.apply",
-    _then_call,
-    "The casts of constants, which a later pass folds, show which constants fp16 loses; the state"
-    " is a function of the program.",
+    _around_cast,
+    "Rewrites for fp16 need to know which ops are cast; casts of constants, which a later pass"
+    " folds, show which constants fp16 loses. The state is a pair: a function of the program and"
+    " the selector of ops, before the casts, and one of the program with casts.",
 )
 
 

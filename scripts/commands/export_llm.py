@@ -194,11 +194,10 @@ def _model(
             expected=f"at most {most}",
         )
     preparation = read_preparation(config, folder)
-    options = {"context": context, "safe_norms": args.precision == "float16"}
     decoder = (
-        random_decoder(config, args.seed, **options)
+        random_decoder(config, args.seed, context=context)
         if folder is None
-        else load_decoder(folder, config, **options)
+        else load_decoder(folder, config, context=context)
     )
     layout = Layout(
         vocabulary=decoder.vocabulary,
@@ -238,7 +237,6 @@ def _encoder_decoder(
         seed=args.seed,
         context=args.context,
         source_length=args.source_length,
-        safe_norms=args.precision == "float16",
     )
     layout = Layout(
         vocabulary=model.vocabulary,

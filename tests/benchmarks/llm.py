@@ -67,13 +67,13 @@ class Contender:
     share: float = 1.0
 
 
-def decoder(*, safe_norms: bool = False) -> Any:
+def decoder() -> Any:
     """The model, the same every time."""
     from coreml_delegate.llm.checkpoint import random_decoder
     from coreml_delegate.third_party import transformers
 
     config = transformers().AutoConfig.for_model("llama", **CONFIG)
-    return random_decoder(config, 0, context=LAYOUT.context, safe_norms=safe_norms)
+    return random_decoder(config, 0, context=LAYOUT.context)
 
 
 def inputs() -> Mapping[str, list[torch.Tensor]]:
@@ -176,7 +176,7 @@ def _core_ml(
     from coreml_delegate.llm.export import export_methods, lower, quantize_weights
     from coreml_delegate.targets import Opset
 
-    model = decoder(safe_norms=precision == "float16")
+    model = decoder()
     if linear != "none":
         quantize_weights(model, linear=linear, embedding="int8", group=32)
     options = {

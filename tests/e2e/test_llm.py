@@ -40,8 +40,7 @@ ENGINES = ["openvino", "reference"]
 
 def lowered(precision: Precision, layout: Layout = LAYOUT, *, linear: str = "none") -> bytes:
     """The trained model as a ``.pte``; with integer weights if ``linear`` says so."""
-    safe = precision is Precision.FLOAT16
-    decoder = untrained(safe_norms=safe)
+    decoder = untrained()
     decoder.load_state_dict(trained().state_dict())
     decoder.requires_grad_(False)
     if linear != "none":

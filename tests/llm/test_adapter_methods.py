@@ -86,9 +86,7 @@ def exported(
     files = read_adapters(
         [(name, save_adapter(folder / name, model, each)) for name, each in updates.items()]
     )
-    decoder = Decoder(
-        tiny_model(kind, **changes), context=CONTEXT, safe_norms=precision is Precision.FLOAT16
-    )
+    decoder = Decoder(tiny_model(kind, **changes), context=CONTEXT)
     adapters = [fit_adapter(decoder, file) for file in files]
     quantize_weights(decoder, linear=linear, embedding="none", group=16)
     layout = Layout(CONFIG["vocab_size"], CONTEXT, CHUNK, cache, adapters=tuple(names))

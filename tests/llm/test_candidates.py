@@ -34,7 +34,7 @@ def lowered(
     selection: Selection | None, cache: CacheKind, precision: Precision, linear: str
 ) -> bytes:
     model = tiny_model("llama", num_hidden_layers=1)
-    decoder = Decoder(model, context=48, safe_norms=precision is Precision.FLOAT16)
+    decoder = Decoder(model, context=48)
     quantize_weights(decoder, linear=linear, embedding="none", group=16)
     layout = Layout(CONFIG["vocab_size"], 48, 4, cache, selection=selection)
     specs = fp32_specs(compute_precision=precision, minimum_deployment_target=Opset.iOS18)

@@ -44,7 +44,7 @@ def expected(name: str) -> tuple[list[int], torch.Tensor]:
 def lowered(
     name: str, precision: Precision = Precision.FLOAT32, cache: CacheKind = CacheKind.IO
 ) -> Generator:
-    decoder = Decoder(model(name), context=CONTEXT, safe_norms=precision is Precision.FLOAT16)
+    decoder = Decoder(model(name), context=CONTEXT)
     assert decoder.ordered == FAMILIES[name].copies
     windows = [layer.window for layer in decoder.layers]
     assert {"": {None}, "all": {WINDOW}, "some": {None, WINDOW}}[FAMILIES[name].window] == set(

@@ -31,7 +31,7 @@ def expected(name: str) -> torch.Tensor:
 
 @functools.cache
 def decoder(name: str) -> Decoder:
-    return Decoder(model(name), context=CONTEXT, safe_norms=True)
+    return Decoder(model(name), context=CONTEXT)
 
 
 def empty_caches(made: Decoder) -> list[torch.Tensor]:

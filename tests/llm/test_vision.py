@@ -60,8 +60,8 @@ def expected(name: str) -> tuple[list[int], torch.Tensor]:
     return made, logits_of(model, name, PROMPT + made, IMAGES)[-STEPS - 1 :]
 
 
-def decoder_of(name: str, *, safe_norms: bool = False) -> VisionDecoder:
-    return VisionDecoder(tiny_vision_model(name), context=CONTEXT, safe_norms=safe_norms)
+def decoder_of(name: str) -> VisionDecoder:
+    return VisionDecoder(tiny_vision_model(name), context=CONTEXT)
 
 
 def layout_of(decoder: VisionDecoder, cache: CacheKind = CacheKind.IO) -> Layout:
@@ -111,7 +111,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
 )
 def test_fp16_and_states_stay_close(name, cache):
     tokens, logits = expected(name)
-    program = lowered(decoder_of(name, safe_norms=True), Precision.FLOAT16, cache)
+    program = lowered(decoder_of(name), Precision.FLOAT16, cache)
     for engine in ENGINES:
         actual = fed(Generator.load(program, engine=engine), tokens)
         assert sqnr_db(logits.numpy(), actual.numpy()) > SQNR_FP16

@@ -153,20 +153,21 @@ def test_the_overflow_check_takes_memory() -> None:
         assert checked.fp16_overflow(op)
 
 
-def test_a_function_sees_a_program_after_its_casts_to_fp16() -> None:
+def test_functions_see_a_program_before_and_after_its_casts_to_fp16() -> None:
     @mb.program(input_specs=[mb.TensorSpec((2,))])
     def program(x: Any) -> Any:
         return mb.add(x=x, y=np.ones(2, np.float32))
 
-    seen: list[int] = []
+    casts: list[int] = []
+
+    def count(program: Any, *_: Any) -> None:
+        casts.append(len(program.functions["main"].find_ops(op_type="cast")))
+
     registry = mil.passes.pass_registry.PASS_REGISTRY
-    row = patches.AFTER_FP16_CAST.with_state(
-        lambda program: seen.append(len(program.functions["main"].find_ops(op_type="cast")))
-    )
-    with patched(row):
+    with patched(patches.AROUND_FP16_CAST.with_state((count, count))):
         registry["common::add_fp16_cast"](program)
         registry["common::add_int16_cast"](program)
-    assert seen == [3]
+    assert casts == [0, 3]
 
 
 # Palettes with a scale per channel

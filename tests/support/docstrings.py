@@ -24,7 +24,7 @@ _HELD_OUT = 8  # one in so many strings is not trained on
 _BATCH, _LENGTH = 16, 64
 
 
-def untrained(*, safe_norms: bool = False) -> Decoder:
+def untrained() -> Decoder:
     """The model before training, the same every time."""
     config = transformers().AutoConfig.for_model(
         "llama",
@@ -40,7 +40,7 @@ def untrained(*, safe_norms: bool = False) -> Decoder:
         bos_token_id=None,
         eos_token_id=END,
     )
-    return random_decoder(config, 0, context=CONTEXT, safe_norms=safe_norms)
+    return random_decoder(config, 0, context=CONTEXT)
 
 
 @functools.cache

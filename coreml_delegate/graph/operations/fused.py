@@ -21,6 +21,7 @@ from coreml_delegate.graph.emitter import (
 )
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.tensor_types import BOOLEANS, FLOATS, Dim, DType, TensorType
+from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm
 from coreml_delegate.targets import Opset
 
 _GELU = {"none": "EXACT", "tanh": "TANH_APPROXIMATION"}
@@ -94,13 +95,17 @@ def _compose_layer_norm(c: Composer, node: Node, x: Var, *parameters: Var) -> Va
 
 def _compose_rms_norm(c: Composer, node: Node, x: Var, *scale: Var) -> Var:
     axes, shape = node["axes"], node.types[0].shape
-    is_half = node.type.dtype.storage_dtype == "fp16"
-    # In fp16, squares of numbers above 255 are infinite.
-    floats = c.mb.cast(x=x, dtype="fp32") if is_half else x
-    mean = c.mb.reduce_mean(x=c.mb.mul(x=floats, y=floats), axes=list(axes), keep_dims=True)
-    y = c.mb.mul(x=floats, y=c.mb.rsqrt(x=mean, epsilon=np.float32(node["epsilon"])))
-    y = c.mb.cast(x=y, dtype="fp16") if is_half else y
     scale_shape = [size if n in axes else 1 for n, size in enumerate(shape)]
+    is_fixed = all(isinstance(shape[axis], int) for axis in axes)
+    is_half = node.type.dtype.storage_dtype == "fp16"
+    if is_half and is_fixed and node["epsilon"] >= SMALLEST_EPSILON:
+        y = Norm(x, axes, is_centred=False, epsilon=node["epsilon"]).compose({})
+    else:
+        # In fp16, squares of numbers above 255 are infinite.
+        floats = c.mb.cast(x=x, dtype="fp32") if is_half else x
+        mean = c.mb.reduce_mean(x=c.mb.mul(x=floats, y=floats), axes=list(axes), keep_dims=True)
+        y = c.mb.mul(x=floats, y=c.mb.rsqrt(x=mean, epsilon=np.float32(node["epsilon"])))
+        y = c.mb.cast(x=y, dtype="fp16") if is_half else y
     return c.mb.mul(x=y, y=c.reshape(scale[0], scale_shape)) if scale else y
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import openvino as ov
 from openvino import opset15 as ops
 from openvino.passes import AnyInput, Manager, Matcher, MatcherPass, WrapType
@@ -24,8 +24,6 @@ from coreml_delegate.runtime.engines.openvino.plugin.reductions import mend_redu
 from coreml_delegate.runtime.engines.openvino.plugin.rotation import fuse_rotary_embeddings
 from coreml_delegate.runtime.engines.openvino.plugin.transposes import separate_transposes
 
-# The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
-_LARGEST_GUARD = 2.0**-24
 # Type of an op with bodies -> the methods that return them.
 _BODIES: Final = {"If": ("get_then_body", "get_else_body"), "Loop": ("get_function",)}
 
@@ -47,91 +45,74 @@ def rewrite_for_plugin(model: Any) -> None:
     separate_products(model)
 
 
-class _ScaledRmsNorm:
-    """Replace a root-mean-square norm that is scaled for fp16 by the plain norm.
+class _NormOfPairs:
+    """Replace the layer norm of ``[k x, -k x]`` by the root mean square norm that it computes.
 
-    Lowering divides by the largest magnitude ``s`` before it squares, and scales the epsilon too:
-    ``(x / s) / sqrt(mean((x / s) ** 2) + (root / s) ** 2 + guard)``. In f32 the squares of fp16
-    numbers are far from overflowing, and ``x / sqrt(mean(x ** 2) + root ** 2)`` is the same except
-    for the guard inside MIL's ``rsqrt``, which is negligible beside a mean of at least one over the
-    number of elements. The plugin has a kernel for the plain norm: one pass over memory, not five.
-    If ``x`` is ``source - mean(source)``, the result is a layer norm of ``source``.
+    Programs in fp16 have it, because squares overflow there: see ``mil.compose.norms``. Its first
+    half is ``x / sqrt(mean(x ** 2) + epsilon / k ** 2)``, for which the plugin has a kernel.
 
     Args:
-        inverts: Whether ``root / s`` is lowered as ``1 / s * root``, as ExecuTorch does with a
-            number that a tensor divides.
+        is_scaled: Whether the norm is multiplied by a constant.
     """
 
-    def __init__(self, *, inverts: bool) -> None:
+    def __init__(self, *, is_scaled: bool) -> None:
         self._x: Any = AnyInput()
-        self._reduced: Any = AnyInput()
-        self._averaged: Any = AnyInput()
-        self._root: Any = AnyInput()
-        self._guard: Any = AnyInput()
-        self._one: Any = AnyInput()
-        magnitude = WrapType("opset1.Abs", [self._x])
-        largest = WrapType("opset1.ReduceMax", [magnitude, self._reduced])
-        scale = WrapType("opset1.Clamp", [largest])
-        scaled = WrapType("opset1.Divide", [self._x, scale])
-        square = WrapType("opset1.Multiply", [scaled, scaled])
-        self._mean: Any = WrapType("opset1.ReduceMean", [square, self._averaged])
-        self._unit: Any = AnyInput()
-        if inverts:
-            unit = WrapType("opset1.Divide", [self._unit, scale])
-            ratio = WrapType("opset1.Multiply", [unit, self._root])
-        else:
-            ratio = WrapType("opset1.Divide", [self._root, scale])
-        total = WrapType("opset1.Add", [self._mean, WrapType("opset1.Multiply", [ratio, ratio])])
-        deviation = WrapType("opset1.Sqrt", [WrapType("opset1.Add", [total, self._guard])])
-        inverse = WrapType("opset1.Divide", [self._one, deviation])
-        self.root: Any = WrapType("opset1.Multiply", [scaled, inverse])
+        self._factors: Any = AnyInput()
+        self._axes: Any = AnyInput()
+        self._scale: Any = AnyInput()
+        self._ends: Any = [AnyInput() for _ in range(3)]
+        self._pair: Any = WrapType("opset1.Concat", [self._x, self._x])
+        scaled = WrapType("opset1.Multiply", [self._pair, self._factors])
+        self._norm: Any = WrapType("opset6.MVN", [scaled, self._axes])
+        pairs = WrapType("opset1.Multiply", [self._norm, self._scale]) if is_scaled else self._norm
+        self.root: Any = WrapType("opset1.StridedSlice", [pairs, *self._ends])
 
     def rewrite(self, matcher: Any) -> bool:
         """Replace the norm that ``matcher`` matched; return whether it was replaced."""
-        values = matcher.get_pattern_value_map()
-        root, guard, one = (_number(values[p]) for p in (self._root, self._guard, self._one))
-        axes = constant_ints(values[self._averaged])
-        if root is None or guard is None or axes is None or one != 1.0:
+        values, half = matcher.get_pattern_value_map(), matcher.get_match_root()
+        x, norm = values[self._x], values[self._norm].get_node().get_attributes()
+        axes, factors = constant_ints(values[self._axes]), constant_data(values[self._factors])
+        width, last = dims(x)[-1], rank(x) - 1
+        if (
+            axes is None
+            or factors is None
+            or width is None
+            or not self._is_first_half(values, half)
+        ):
             return False
-        if self._unit in values and _number(values[self._unit]) != 1.0:
+        k = factors.flat[0]
+        is_mirrored = np.array_equal(factors.ravel(), np.repeat([k, -k], width)) and k > 0
+        is_last = values[self._pair].get_node().get_attributes()["axis"] % (last + 1) == last
+        covers_last = last in {normalize_axis(axis, last + 1) for axis in axes}
+        is_plain = norm["normalize_variance"] and norm["eps_mode"] == "INSIDE_SQRT"
+        if not (is_mirrored and is_last and covers_last and is_plain):
             return False
-        if axes != constant_ints(values[self._reduced]) or abs(guard) > _LARGEST_GUARD:
-            return False
-        if not values[self._mean].get_node().get_keep_dims():
-            return False
-        x = values[self._x]
-        source = _source_of_deviations(x, axes)
-        if source is None:
-            mean = ops.reduce_mean(ops.multiply(x, x), ints(axes), True)
-            deviation = ops.sqrt(ops.add(mean, scalar(root * root, x)))
-            norm = ops.multiply(x, ops.divide(scalar(1.0, x), deviation))
-        else:
-            norm = ops.mvn(source, ints(axes), True, root * root, "inside_sqrt")
-        replaced = matcher.get_match_root()
-        norm.set_friendly_name(replaced.get_friendly_name())
-        ov.utils.replace_node(replaced, norm)
+        mean = ops.reduce_mean(ops.multiply(x, x), ints(axes), True)
+        deviation = ops.sqrt(ops.add(mean, scalar(norm["eps"] / float(k) ** 2, x)))
+        result = ops.multiply(x, ops.divide(scalar(1.0, x), deviation))
+        if self._scale in values:
+            scale = constant_data(values[self._scale])
+            if scale is None or scale.shape[-1:] != (2 * width,):
+                return False
+            result = ops.multiply(result, ops.constant(np.ascontiguousarray(scale[..., :width])))
+        result.set_friendly_name(half.get_friendly_name())
+        ov.utils.replace_node(half, result)
         return True
 
-
-def _source_of_deviations(x: Any, axes: Sequence[int]) -> Any:
-    """Match ``x = source - mean(source, axes)``, where ``axes`` are the last; return ``source``.
-
-    Return None for any other ``x``. Along other axes the plugin has no kernel for a layer norm.
-    """
-    node = x.get_node()
-    if node.get_type_name() != "Subtract":
-        return None
-    source, mean = node.input_value(0), node.input_value(1).get_node()
-    if mean.get_type_name() != "ReduceMean" or not mean.get_keep_dims():
-        return None
-    mean_axes = constant_ints(mean.input_value(1))
-    if mean_axes is None or mean.input_value(0) != source:
-        return None
-    norm_dims, mean_dims = (
-        {normalize_axis(a, rank(source)) for a in group} for group in (axes, mean_axes)
-    )
-    last = set(range(rank(source) - len(norm_dims), rank(source)))
-    return source if norm_dims == mean_dims == last else None
+    def _is_first_half(self, values: Any, half: Any) -> bool:
+        """Whether a slice is the first half of its operand along the last axis."""
+        begin, end, steps = (constant_ints(values[value]) for value in self._ends)
+        attributes = half.get_attributes()
+        masks = [*attributes["new_axis_mask"], *attributes["shrink_axis_mask"]]
+        if begin is None or end is None or any(masks) or any(attributes["ellipsis_mask"]):
+            return False
+        is_whole = all(attributes["end_mask"][:-1]) and not attributes["end_mask"][-1]
+        return (
+            is_whole
+            and not any(begin)
+            and set(steps or ()) == {1}
+            and end[-1] == dims(values[self._x])[-1]
+        )
 
 
 class _MultipliedSoftmax:
@@ -218,16 +199,7 @@ def _only_reader(value: Any, kind: str) -> Any | None:
 # These classes do not derive from MatcherPass: OpenVINO never frees a pass that its own callback
 # refers to. Nor does it free the nodes of a pattern, so the process has one instance of each.
 _REWRITES: Final = (
-    _ScaledRmsNorm(inverts=False),
-    _ScaledRmsNorm(inverts=True),
+    _NormOfPairs(is_scaled=False),
+    _NormOfPairs(is_scaled=True),
     _MultipliedSoftmax(),
 )
-
-
-def _number(value: Any) -> float | None:
-    """Return the number that all elements of a constant equal; None for any other value."""
-    node = value.get_node()
-    data = constant_data(node.input_value(0) if node.get_type_name() == "Broadcast" else value)
-    if data is None or data.size == 0 or (data != data.flat[0]).any():
-        return None
-    return float(data.flat[0])

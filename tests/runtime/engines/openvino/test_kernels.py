@@ -17,7 +17,6 @@ from support.mil import mb
 
 from coreml_delegate import CoreMLBackend
 from coreml_delegate.compile_options import Precision
-from coreml_delegate.llm.norms import RMSNorm
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
@@ -131,6 +130,17 @@ def _lowered_norm(norm, x, precision):
     return kernels, actual
 
 
+class WrittenOut(torch.nn.Module):
+    """A root mean square norm as language models write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
 _PRECISIONS = {"fp32": Precision.FLOAT32, "fp16": Precision.FLOAT16}
 
 
@@ -140,7 +150,7 @@ _PRECISIONS = {"fp32": Precision.FLOAT32, "fp16": Precision.FLOAT16}
     [
         pytest.param(torch.nn.RMSNorm(64, eps=1e-5), id="weighted"),
         pytest.param(torch.nn.RMSNorm(64, eps=1e-5, elementwise_affine=False), id="plain"),
-        pytest.param(RMSNorm(torch.ones(64), 1e-5), id="of-a-language-model"),
+        pytest.param(WrittenOut(), id="of-a-language-model"),
     ],
 )
 def test_a_lowered_rms_norm_is_one_kernel(norm, precision):
@@ -193,39 +203,34 @@ def test_a_layer_norm_that_is_written_out_is_one_kernel(norm, kernel):
     assert_close(actual, norm(x).numpy(), "fp16")
 
 
-def _scaled_norm(x, *, averaged=(-1,), guard=1e-12, keep=True, numerator=None):
-    largest = mb.reduce_max(x=mb.abs(x=x), axes=[-1], keep_dims=True)
-    scale = mb.clip(x=largest, alpha=np.float32(1e-3), beta=np.float32(3e38))
-    scaled = mb.real_div(x=x, y=scale)
-    mean = mb.reduce_mean(x=mb.mul(x=scaled, y=scaled), axes=averaged, keep_dims=keep)
-    root = np.float32(1e-3)
-    if numerator is None:
-        ratio = mb.real_div(x=mb.fill_like(ref_tensor=scale, value=root), y=scale)
-    else:
-        ratio = mb.mul(x=mb.real_div(x=np.float32(numerator), y=scale), y=root)
-    total = mb.add(x=mean, y=mb.mul(x=ratio, y=ratio))
-    return mb.mul(x=scaled, y=mb.rsqrt(x=total, epsilon=np.float32(guard)))
+def _pair_norm(x, *, factors=(0.5, -0.5), begin=0, axes=(-1,), gamma=None, pair=None):
+    width = x.shape[-1]
+    signs = np.repeat(np.array(factors, np.float32), width)
+    values = mb.concat(values=[x, x if pair is None else mb.abs(x=x)], axis=-1)
+    scale = {} if gamma is None else {"gamma": np.full(2 * width, gamma, np.float32)}
+    y = mb.layer_norm(x=mb.mul(x=values, y=signs), axes=axes, epsilon=np.float32(1e-4), **scale)
+    end, is_end_open = [0, 0, begin + width], [True, True, False]
+    return mb.slice_by_index(x=y, begin=[0, 0, begin], end=end, end_mask=is_end_open)
 
 
 @pytest.mark.parametrize(
-    "difference",
+    ("difference", "is_rewritten"),
     [
-        pytest.param({}, id="none"),
-        pytest.param({"numerator": 1}, id="none-by-reciprocal"),
-        pytest.param({"numerator": 500}, id="another-epsilon"),
-        pytest.param({"averaged": (-2,)}, id="another-axis"),
-        pytest.param({"averaged": (-2, -1)}, id="more-axes"),
-        pytest.param({"guard": 1e-3}, id="an-epsilon-that-matters"),
-        pytest.param({"keep": False}, id="a-dimension-dropped"),
+        pytest.param({}, True, id="none"),
+        pytest.param({"gamma": 2.0}, True, id="a-scale"),
+        pytest.param({"factors": (0.5, -0.25)}, False, id="other-factors"),
+        pytest.param({"factors": (-0.5, 0.5)}, False, id="negated"),
+        pytest.param({"begin": 3}, False, id="another-part"),
+        pytest.param({"axes": (-2,)}, False, id="another-axis"),
+        pytest.param({"pair": "abs"}, False, id="another-pair"),
     ],
 )
-def test_only_the_norm_itself_is_rewritten(difference):
+def test_only_the_norm_of_pairs_itself_is_rewritten(difference, is_rewritten):
     x = _floats(1, 6, 6) * 3
-    (actual,), kernels = _run(lambda x: _scaled_norm(x, **difference), {"x": x})
-    (expected,) = mil.infer(lambda x: _scaled_norm(x, **difference), {"x": x})
+    (actual,), kernels = _run(lambda x: _pair_norm(x, **difference), {"x": x})
+    (expected,) = mil.infer(lambda x: _pair_norm(x, **difference), {"x": x})
     assert_close(actual, expected)
-    same = difference in ({}, {"numerator": 1})
-    assert (kernels["Reduce"] == 0) is same
+    assert (kernels["RMS"] == 1) is is_rewritten
 
 
 # One element of one axis.

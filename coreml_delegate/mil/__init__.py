@@ -1,0 +1,1 @@
+"""Parts of MIL programs that every way into Core ML shares."""

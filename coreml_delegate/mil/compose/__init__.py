@@ -1,0 +1,1 @@
+"""Functions of MIL variables that MIL has no op for."""

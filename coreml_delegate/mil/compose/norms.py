@@ -1,0 +1,87 @@
+"""Layer norms and root mean square norms by ``layer_norm``, whose sums stay in range in fp16.
+
+The root mean square norm of ``x`` is the layer norm of ``[x, -x]``, whose mean is 0. The neural
+engine runs it, with fewer ops than the formula has, and it is exact for rows of any magnitude; the
+squares of the formula overflow fp16 from 256 on. Source: ANEMLL, apple/coremltools#2585.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SMALLEST_EPSILON = float(np.finfo(np.float16).smallest_subnormal)
+"""fp16 rounds smaller numbers to 0, or to this number."""
+
+_ROUNDING = 2.0**-12  # relative error of rounding to fp16
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """``(x - m) / sqrt(mean((x - m)^2) + epsilon)``, where m is 0 or mean(x).
+
+    Attributes:
+        x: MIL variable.
+        axes: Axes of the means, of fixed size, in ascending order.
+        is_centred: Whether m is the mean.
+        epsilon: At least ``SMALLEST_EPSILON``.
+    """
+
+    x: Any
+    axes: tuple[int, ...]
+    is_centred: bool
+    epsilon: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+        return tuple(int(self.x.shape[axis]) for axis in self.axes)
+
+    @property
+    def operand_scale(self) -> float:
+        """Factor k of x, at most 1, such that fp16 does not round k^2 epsilon: a power of two."""
+        rounded = float(np.float16(self.epsilon))
+        if abs(rounded - self.epsilon) <= _ROUNDING * self.epsilon:
+            return 1.0
+        return math.sqrt(2.0 ** math.floor(math.log2(self.epsilon)) / self.epsilon)
+
+    def compose(self, parameters: Mapping[str, Any], **keywords: Any) -> Any:
+        """Return the variable of the norm, times ``gamma`` plus ``beta``.
+
+        Args:
+            parameters: ``gamma``, or ``gamma`` and ``beta``, or neither: arrays of ``shape``.
+            keywords: ``name`` of the result, ``before_op``: where to insert the ops.
+        """
+        from coremltools.converters.mil.mil import Builder as mb
+        from coremltools.converters.mil.mil.types import nptype_from_builtin
+
+        number, rank, k = nptype_from_builtin(self.x.dtype), self.x.rank, self.operand_scale
+        order = [*(axis for axis in range(rank) if axis not in self.axes), *self.axes]
+        is_last = order == list(range(rank))
+        steps: list[tuple[Any, dict[str, Any]]] = []
+        if not is_last:  # as in the layer norms of channels that coremltools makes
+            steps += [(mb.transpose, {"perm": order})]
+        if self.is_centred:
+            steps += [(mb.mul, {"y": number(k)})] if k != 1 else []
+        else:
+            width = self.shape[-1]
+            steps += [(lambda x, **keywords: mb.concat(values=[x, x], **keywords), {"axis": -1})]
+            steps += [(mb.mul, {"y": np.repeat(np.array([k, -k], number), width)})]
+            parameters = {n: np.concatenate([p, p], axis=-1) for n, p in parameters.items()}
+        arguments = {name: np.asarray(value, number) for name, value in parameters.items()}
+        arguments["axes"] = list(range(-len(self.axes), 0))
+        steps += [(mb.layer_norm, {**arguments, "epsilon": number(self.epsilon * k * k)})]
+        if not self.is_centred:
+            ends = {"end": [0] * (rank - 1) + [width], "end_mask": [True] * (rank - 1) + [False]}
+            steps += [(mb.slice_by_index, {"begin": [0] * rank, **ends})]
+        if not is_last:
+            steps += [(mb.transpose, {"perm": [order.index(axis) for axis in range(rank)]})]
+        x, inner = self.x, {n: v for n, v in keywords.items() if n != "name"}
+        for op, arguments in steps[:-1]:
+            x = op(x=x, **arguments, **inner)
+        op, arguments = steps[-1]
+        return op(x=x, **arguments, **keywords)

@@ -1,0 +1,1 @@
+"""Passes over MIL programs, beside those of coremltools."""

@@ -1,0 +1,456 @@
+"""Rewrites of an fp32 program so that values finite in fp32 stay finite in fp16 (maximum 65504).
+
+The pass runs directly before coremltools casts a program to fp16, for PyTorch, built graphs,
+StableHLO and JAX. It leaves the ops alone that stay in fp32.
+
+**Norms** square numbers, which overflows from 256 on: pytorch/executorch#19523,
+facebookresearch/ConvNeXt#80. ``x / sqrt(mean(x ** 2) + epsilon)`` becomes MIL's ``layer_norm`` of
+``[x, -x]``, whose mean is 0, and whose sums Core ML keeps in range. ``x - mean(x)`` in place of
+``x`` is a layer norm itself. fp16 rounds a small epsilon to a multiple of ``2 ** -24``; a factor of
+``x`` makes it a power of two.
+
+**Other roots of squares** are scaled: ``sqrt(sum(x ** 2)) = s * sqrt(sum((x / s) ** 2))`` with the
+largest magnitude ``s``.
+
+**Scores** before a softmax: in ``matmul(q, k) * scale`` with a scale below 1, a factor is scaled
+instead of the product, which may have overflowed: ultralytics/ultralytics#24990.
+
+**Masks** add the smallest number of fp32 to scores, which is minus infinity in fp16: in a row that
+is masked completely softmax divides zero by zero, and a product with a mask of ones and zeros turns
+zeros into NaN. Such values are clamped to the range of fp16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm
+from coreml_delegate.patches.coremltools import INFINITE_FROM
+
+_MAX = float(np.finfo(np.float16).max)
+_SMALLEST_NORMAL = float(np.finfo(np.float16).smallest_normal)
+_LARGEST_GUARD = 1e-11  # epsilon of an rsqrt that only prevents division by zero; MIL's is 1e-12
+
+Selector = Callable[[Any], bool]
+"""Returns whether coremltools may cast a MIL op to fp16."""
+
+
+def keep_in_fp16_range(program: Any, may_cast: Selector) -> None:
+    """Rewrite norms, scores and masks so that values finite in fp32 are finite in fp16.
+
+    Args:
+        program: A MIL program in fp32; edited in place.
+        may_cast: Returns whether an op will be cast to fp16; other ops keep their range.
+    """
+    for function in program.functions.values():
+        _rewrite(function, may_cast)
+
+
+def _rewrite(block: Any, may_cast: Selector) -> None:
+    with block:
+        for rewrite in (_scale_before_product, _bound_factors, _bound_scores, _rewrite_root):
+            for op in list(block.operations):
+                if op.enclosing_block is not None:  # otherwise a rewrite has removed it
+                    rewrite(op, may_cast)
+        for op in list(block.operations):
+            for inner in op.blocks:
+                _rewrite(inner, may_cast)
+
+
+def _mb() -> Any:
+    from coremltools.converters.mil.mil import Builder
+
+    return Builder
+
+
+def _replace(op: Any, new: Any) -> None:
+    """Replace the result of an op by a variable of the same block, and remove the op."""
+    block = op.enclosing_block
+    block.replace_uses_of_var_after_op(anchor_op=op, old_var=op.outputs[0], new_var=new)
+    block.remove_ops([op])
+
+
+def _made_by(var: Any, *types: str) -> Any:
+    """Return the op of one of ``types`` that computes a variable, or None."""
+    op = getattr(var, "op", None)
+    return op if op is not None and op.op_type in types else None
+
+
+def _number(var: Any) -> float | None:
+    """Return the only element of a constant, or None."""
+    value = None if var is None else var.val
+    if value is None or isinstance(value, str | bool) or np.size(value) != 1:
+        return None
+    return float(np.asarray(value).item())
+
+
+def _is_fp32(var: Any) -> bool:
+    return bool(var.is_tensor_or_scalar_of(dtype="fp32"))
+
+
+# Norms and other roots of squares
+
+
+_POWERS = {"sqrt": 0.5, "rsqrt": -0.5}
+
+
+@dataclass(frozen=True, slots=True)
+class _Root:
+    """A root ``sqrt(reduce(x ** 2) * factor + epsilon)``, or its inverse.
+
+    Attributes:
+        op: The op that computes it.
+        is_inverse: Whether it is one over the root.
+        reduction: The op that sums or averages the squares.
+        x: The squared tensor.
+        axes: The reduced axes, in ascending order.
+        factor: Factor of the reduction, a scalar variable; None for 1.
+        is_divided: Whether the reduction is divided by the factor.
+        epsilon: Summand to the squares, at least 0.
+    """
+
+    op: Any
+    is_inverse: bool
+    reduction: Any
+    x: Any
+    axes: tuple[int, ...]
+    factor: Any
+    is_divided: bool
+    epsilon: float
+
+    @property
+    def is_sum(self) -> bool:
+        return self.reduction.op_type != "reduce_mean"
+
+    @property
+    def count(self) -> int | None:
+        """Number of squares; None if it is not known before the program runs."""
+        sizes = [self.x.shape[axis] for axis in self.axes]
+        return math.prod(sizes) if all(isinstance(s, int | np.integer) for s in sizes) else None
+
+    @property
+    def per_mean(self) -> float | None:
+        """The f of ``sqrt(f * mean(x ** 2) + epsilon)``; None if it is not known."""
+        factor = 1.0 if self.factor is None else _number(self.factor)
+        if self.count is None or not factor or not factor > 0:
+            return None
+        factor = 1 / factor if self.is_divided else factor
+        return factor * self.count if self.is_sum else factor
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether the root broadcasts to the rows of ``x`` that it was computed from."""
+        return bool(self.reduction.keep_dims.val) or len(self.axes) == self.x.rank
+
+    def quotients(self) -> list[Any]:
+        """Return the ops that compute ``x / sqrt(...)``."""
+        root = self.op.outputs[0]
+        if not self.is_aligned:
+            return []
+        if self.is_inverse:
+            return [
+                user
+                for user in root.child_ops
+                if user.op_type == "mul" and {user.x, user.y} == {self.x, root}
+            ]
+        return [
+            user
+            for user in root.child_ops
+            if user.op_type == "real_div" and user.x is self.x and user.y is root
+        ]
+
+
+def _rewrite_root(op: Any, may_cast: Selector) -> None:
+    root = _match_root(op)
+    if root is None or not may_cast(root.reduction) or not may_cast(op):
+        return
+    quotients = root.quotients()
+    match = _as_norm(root)
+    if match is not None:
+        for quotient in quotients:
+            _replace_by_layer_norm(quotient, *match)
+        quotients = []
+    if op.outputs[0].child_ops or op.outputs[0] in op.enclosing_block.outputs:
+        _scale_down(root, quotients)
+
+
+def _match_root(op: Any) -> _Root | None:
+    """Match a root of squares that ends in ``op``."""
+    power = _number(op.y) if op.op_type == "pow" else _POWERS.get(op.op_type)
+    if power not in (0.5, -0.5) or not _is_fp32(op.x):
+        return None
+    total, epsilon = _without_epsilon(op.x)
+    if op.op_type == "rsqrt" and op.epsilon.val > _LARGEST_GUARD:
+        epsilon += float(op.epsilon.val)
+    factor, is_divided = None, False
+    if (product := _made_by(total, "mul", "real_div")) is not None:
+        is_divided = product.op_type == "real_div"
+        total, factor = product.x, product.y
+        if not is_divided and _number(total) is not None:
+            total, factor = factor, total
+        if math.prod(factor.shape) != 1:
+            return None
+    reduction = _made_by(total, "reduce_mean", "reduce_sum", "reduce_sum_square")
+    x = None if reduction is None else _squared(reduction)
+    axes = None if x is None else _axes(reduction, x.rank)
+    if axes is None:
+        return None
+    return _Root(op, power < 0, reduction, x, axes, factor, is_divided, epsilon)
+
+
+def _without_epsilon(total: Any) -> tuple[Any, float]:
+    """Match ``squares + epsilon``; return the squares and epsilon, 0 without."""
+    addition = _made_by(total, "add")
+    for squares, summand in (
+        ((addition.x, addition.y), (addition.y, addition.x)) if addition else ()
+    ):
+        number = _number(summand)
+        if number is not None and number > 0:
+            return squares, number
+    return total, 0.0
+
+
+def _axes(reduction: Any, rank: int) -> tuple[int, ...] | None:
+    """Return the axes of a reduction in ascending order, or None."""
+    axes = range(rank) if reduction.axes is None else reduction.axes.val
+    return None if axes is None else tuple(sorted({int(axis) % rank for axis in axes}))
+
+
+def _squared(reduction: Any) -> Any:
+    """Return the variable whose squares are reduced, or None."""
+    if reduction.op_type == "reduce_sum_square":
+        return reduction.x
+    square = _made_by(reduction.x, "square", "mul", "pow")
+    if square is None or not square.x.rank:
+        return None
+    if square.op_type == "mul":
+        return square.x if square.x is square.y else None
+    return square.x if square.op_type == "square" or _number(square.y) == 2 else None
+
+
+def _as_norm(root: _Root) -> tuple[Norm, float] | None:
+    """Return the norm that divides by ``root``, and its scale; None if fp16 lacks the epsilon."""
+    per_mean = root.per_mean
+    if per_mean is None or root.epsilon / per_mean < SMALLEST_EPSILON:
+        return None
+    source = _source_of_deviations(root)
+    is_centred = source is not None
+    norm = Norm(source if is_centred else root.x, root.axes, is_centred, root.epsilon / per_mean)
+    return norm, 1 / math.sqrt(per_mean)
+
+
+def _source_of_deviations(root: _Root) -> Any:
+    """Return x of a root of the squares of ``x - mean(x)``; None for other squares."""
+    difference = _made_by(root.x, "sub")
+    mean = difference and _made_by(difference.y, "reduce_mean")
+    if mean is None or mean.x is not difference.x or difference.x.shape != root.x.shape:
+        return None
+    is_aligned = mean.keep_dims.val or len(root.axes) == mean.x.rank
+    return mean.x if is_aligned and _axes(mean, mean.x.rank) == root.axes else None
+
+
+def _replace_by_layer_norm(quotient: Any, norm: Norm, scale: float) -> None:
+    """Replace a quotient by a root, and constants that scale and shift it, by a layer norm."""
+    last, parameters = quotient, dict[str, Any]()
+    if not math.isclose(scale, 1, rel_tol=1e-7):
+        parameters["gamma"] = np.full(norm.shape, scale, np.float32)
+    for kind, name in (("mul", "gamma"), ("add", "beta")):
+        reader = _only_reader(last, kind)
+        value = None if reader is None else _parameter(reader, last.outputs[0], norm)
+        if value is not None:
+            last, parameters[name] = reader, value * parameters.get(name, np.float32(1))
+    if "beta" in parameters:
+        parameters.setdefault("gamma", np.ones(norm.shape, np.float32))
+    _replace(last, norm.compose(parameters, name=last.outputs[0].name, before_op=last))
+
+
+def _only_reader(op: Any, kind: str) -> Any:
+    """Return the op of ``kind`` that alone reads the result of ``op``, or None."""
+    result = op.outputs[0]
+    readers = result.child_ops
+    if len(readers) != 1 or readers[0].op_type != kind or result in op.enclosing_block.outputs:
+        return None
+    return readers[0] if readers[0].enclosing_block is op.enclosing_block else None
+
+
+def _parameter(op: Any, x: Any, norm: Norm) -> Any:
+    """Return the constant operand of ``op``, beside ``x``, as array of ``norm.shape``, or None."""
+    other = op.y if op.x is x else op.x
+    if other.val is None or _made_by(other, "const") is None or other.rank > x.rank:
+        return None
+    value = np.asarray(other.val, np.float32)
+    value = value.reshape((1,) * (x.rank - value.ndim) + value.shape)
+    if any(size != 1 for axis, size in enumerate(value.shape) if axis not in norm.axes):
+        return None
+    value = value.reshape([value.shape[axis] for axis in norm.axes])
+    return np.ascontiguousarray(np.broadcast_to(value, norm.shape))
+
+
+def _scale_down(root: _Root, quotients: list[Any]) -> None:
+    """Divide the squared tensor of a root by its largest magnitudes; multiply the root by them."""
+    mb, op, axes = _mb(), root.op, list(root.axes)
+    keywords: Any = {"before_op": op}
+    largest = mb.reduce_max(x=mb.abs(x=root.x, **keywords), axes=axes, keep_dims=True, **keywords)
+    # At least the root of epsilon, so that their ratio is at most 1, and not below fp16's normals.
+    least = max(math.sqrt(root.epsilon), _SMALLEST_NORMAL)
+    scale = mb.maximum(x=largest, y=np.float32(least), **keywords)
+    scaled = mb.real_div(x=root.x, y=scale, **keywords)
+    square = mb.mul(x=scaled, y=scaled, **keywords)
+    reduce = mb.reduce_sum if root.is_sum else mb.reduce_mean
+    total = reduce(x=square, axes=axes, keep_dims=True, **keywords)
+    if root.factor is not None:
+        apply = mb.real_div if root.is_divided else mb.mul
+        total = apply(x=total, y=root.factor, **keywords)
+    if root.epsilon:
+        # (sqrt(eps) / scale) ** 2 is eps / scale ** 2 without its overflow.
+        ratio = mb.real_div(x=np.float32(math.sqrt(root.epsilon)), y=scale, **keywords)
+        total = mb.add(x=total, y=mb.mul(x=ratio, y=ratio, **keywords), **keywords)
+    for quotient in quotients:  # (x / scale) / (root / scale)
+        inverse = mb.rsqrt(x=total, **keywords)
+        y = mb.mul(x=scaled, y=inverse, name=quotient.outputs[0].name, before_op=quotient)
+        _replace(quotient, y)
+    result = op.outputs[0]
+    if not result.child_ops and result not in op.enclosing_block.outputs:
+        return
+    combine = mb.real_div if root.is_inverse else mb.mul
+    value = mb.rsqrt(x=total, **keywords) if root.is_inverse else mb.sqrt(x=total, **keywords)
+    is_kept = bool(root.reduction.keep_dims.val)
+    names = {"name": result.name}
+    value = combine(x=value, y=scale, **keywords, **(names if is_kept else {}))
+    _replace(op, value if is_kept else mb.squeeze(x=value, axes=axes, **names, **keywords))
+
+
+# Scores
+
+# Ops whose results are values of their operands, or sums and products of them.
+_SUMS = frozenset({"add", "sub"})
+_PROPAGATES = _SUMS | {
+    *("mul", "real_div", "select", "maximum", "minimum", "clip", "cast", "identity", "abs"),
+    *("reshape", "reshape_like", "transpose", "expand_dims", "squeeze", "reverse", "tile", "pad"),
+    *("slice_by_index", "slice_by_size", "slice_update", "split", "concat", "stack", "fill"),
+    *("gather", "gather_along_axis", "gather_nd", "band_part", "sliding_windows", "crop"),
+    *("scatter", "scatter_along_axis", "scatter_nd", "upsample_nearest_neighbor"),
+}
+
+
+def _origins(scores: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield variables whose values may propagate to ``scores``; whether as a term of a sum."""
+    seen: set[Any] = set()
+    pending = [(scores, False)]
+    while pending:
+        var, is_added = pending.pop()
+        if var in seen:
+            continue
+        seen.add(var)
+        yield var, is_added
+        op = var.op
+        if op is not None and op.op_type in _PROPAGATES:
+            adds = is_added or op.op_type in _SUMS
+            pending += [(operand, adds) for operand in _operands(op)]
+
+
+def _operands(op: Any) -> list[Any]:
+    inputs = op.inputs.values()
+    listed = [
+        v for value in inputs for v in (value if isinstance(value, list | tuple) else [value])
+    ]
+    return [v for v in listed if _is_fp32(v)]
+
+
+def _scale_before_product(softmax: Any, may_cast: Selector) -> None:
+    """Scale a factor of the products that become scores of a softmax, instead of the products."""
+    if softmax.op_type != "softmax":
+        return
+    for var, _ in list(_origins(softmax.x)):
+        match = _scaled_product(var)
+        if match is None or not may_cast(match[0]):
+            continue
+        product, scale = match
+        factors = _operands(product)
+        factor = min(factors, key=lambda factor: _elements(factor.shape))
+        scaled = _mb().mul(x=factor, y=np.float32(scale), before_op=product)
+        product.enclosing_block.replace_uses_of_var_after_op(
+            anchor_op=scaled.op, old_var=factor, new_var=scaled, end_op=product
+        )
+        _replace(var.op, product.outputs[0])
+
+
+def _scaled_product(var: Any) -> tuple[Any, float] | None:
+    """Match ``matmul(a, b) * scale`` with a scale below 1; return the product and the scale."""
+    op = _made_by(var, "mul", "real_div")
+    if op is None or var in op.enclosing_block.outputs:
+        return None
+    result, number = op.x, _number(op.y)
+    if op.op_type == "mul" and number is None:
+        result, number = op.y, _number(op.x)
+    product = _made_by(result, "matmul", "einsum")
+    if product is None or not number or result.child_ops != [op] or result.shape != var.shape:
+        return None
+    scale = number if op.op_type == "mul" else 1 / number
+    factors = _operands(product)
+    if not 0 < abs(scale) < 1 or len(set(factors)) != 2:  # 1: both factors would be scaled
+        return None
+    if (
+        result in product.enclosing_block.outputs
+        or op.enclosing_block is not product.enclosing_block
+    ):
+        return None
+    # A product of dequantized factors may be computed in integers.
+    return None if any(_made_by(f, "dequantize") for f in factors) else (product, scale)
+
+
+def _elements(shape: Any) -> float:
+    return math.prod(s if isinstance(s, int | np.integer) else math.inf for s in shape)
+
+
+# Masks
+
+
+def _bound_factors(product: Any, may_cast: Selector) -> None:
+    """Clamp the constant factors of a product that coremltools would take for infinity."""
+    if product.op_type != "mul" or not may_cast(product):
+        return
+    for factor in (product.x, product.y):
+        if _exceeds(factor, INFINITE_FROM):
+            bounded = _mb().const(val=np.clip(factor.val, -_MAX, _MAX), before_op=product)
+            product.enclosing_block.replace_uses_of_var_after_op(
+                anchor_op=bounded.op, old_var=factor, new_var=bounded, end_op=product
+            )
+
+
+def _bound_scores(softmax: Any, may_cast: Selector) -> None:
+    """Clamp the scores of a softmax, if their terms may include a mask."""
+    if softmax.op_type != "softmax" or not may_cast(softmax):
+        return
+    scores = softmax.x
+    if not any(_may_overflow(*origin) for origin in _origins(scores)):
+        return
+    bounded = _mb().clip(
+        x=scores, alpha=np.float32(-_MAX), beta=np.float32(_MAX), before_op=softmax
+    )
+    softmax.enclosing_block.replace_uses_of_var_after_op(
+        anchor_op=bounded.op, old_var=scores, new_var=bounded, end_op=softmax
+    )
+
+
+def _may_overflow(var: Any, is_added: bool) -> bool:
+    """Whether a source of scores may have finite values beyond fp16.
+
+    A source is a constant, or an input of the program or of a block that is added to the scores.
+    """
+    if var.op is None:
+        return is_added and _is_fp32(var)
+    return _exceeds(var, _MAX)
+
+
+def _exceeds(var: Any, limit: float) -> bool:
+    """Whether a variable is a constant with finite values of magnitude ``limit`` or more."""
+    if _made_by(var, "const") is None or not _is_fp32(var):
+        return False
+    extremes = np.abs([np.min(var.val), np.max(var.val)]) if np.size(var.val) else ()
+    return any(limit <= extreme < math.inf for extreme in extremes)

@@ -17,6 +17,17 @@ from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.lowering.delegation_tags import tag_of
 from coreml_delegate.lowering.proof import ConversionProof
 from coreml_delegate.lowering.store import CachedBlob
+from coreml_delegate.opaque_ops.compressed_weights import (
+    decompose_undelegated_dequantize,
+    dequantize_per_use,
+    require_target,
+    unwrap_tensor_subclasses,
+)
+from coreml_delegate.opaque_ops.control_flow import Lowered, protect_control_flow, with_constants
+from coreml_delegate.opaque_ops.recurrent_layers import (
+    protect_recurrent_layers,
+    restore_refused_layers,
+)
 from coreml_delegate.ops import Reason, record_of, required_opset
 from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import target_name
@@ -40,14 +51,7 @@ from coreml_delegate.patches import patched
 from coreml_delegate.patches.torch import SKIP_GUARD_CODE, OpOverload
 from coreml_delegate.targets import STATE_OPSET
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers
-from coreml_delegate.transforms.compressed_weights import (
-    decompose_undelegated_dequantize,
-    dequantize_per_use,
-    require_target,
-    unwrap_tensor_subclasses,
-)
 from coreml_delegate.transforms.constant_folding import fold_constants
-from coreml_delegate.transforms.control_flow import Lowered, protect_control_flow, with_constants
 from coreml_delegate.transforms.executorch_gaps import (
     decompose_custom_ops,
     drop_assertions,
@@ -57,10 +61,6 @@ from coreml_delegate.transforms.executorch_gaps import (
     name_values,
 )
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
-from coreml_delegate.transforms.recurrent_layers import (
-    protect_recurrent_layers,
-    restore_refused_layers,
-)
 
 _INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
 """Applied once to a program, before its control flow."""

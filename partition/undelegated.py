@@ -20,17 +20,16 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
-from coreml_delegate.control_flow import PROTECTED
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.lowering.subgraph import call_of, program_of
+from coreml_delegate.opaque_ops.compressed_weights import decompose_undelegated_dequantize
+from coreml_delegate.opaque_ops.control_flow import PROTECTED, restore_control_flow
+from coreml_delegate.opaque_ops.recurrent_layers import require_fixed_steps
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import called_target, is_placeholder_op, overload_of, target_name
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles, has_kernel, is_custom
 from coreml_delegate.patches.torch import OpOverload, replace_in_signature
 from coreml_delegate.source_lines import source_of
-from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
-from coreml_delegate.transforms.control_flow import restore_control_flow
-from coreml_delegate.transforms.recurrent_layers import require_fixed_steps
 
 _PREFIX = "coreml_delegate_literal"
 _BRANCH = "coreml_delegate_branch"

@@ -19,9 +19,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.control_flow import PROTECTED, read_branches, write_branches
 from coreml_delegate.dynamic_shapes.symbols import declare_sizes
 from coreml_delegate.lowering.states import make_states
+from coreml_delegate.opaque_ops.control_flow import PROTECTED, read_branches, write_branches
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import BOUNDARY, CAST, NARROW, OpCall, target_name, unwrap_edge_op

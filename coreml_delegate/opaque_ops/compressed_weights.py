@@ -1,4 +1,4 @@
-"""Rewrites of programs with compressed weights that ExecuTorch needs.
+"""Weights compressed by ``quantize_``: protect, translate, restore.
 
 ExecuTorch has no kernel for the op that dequantizes weights compressed by ``quantize_``.
 Undelegated calls are therefore decomposed into ops with kernels.
@@ -6,10 +6,12 @@ Undelegated calls are therefore decomposed into ops with kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -19,10 +21,23 @@ from coreml_delegate.ops.call import DECOMPRESS, DEQUANTIZE_AFFINE, target_name
 from coreml_delegate.ops.compressed import blocks
 from coreml_delegate.ops.constants import is_derived, stored_nodes
 from coreml_delegate.ops.edits import arguments_of, become, insert, shape_of, value_of
+from coreml_delegate.ops.mil_ops import value_in
 from coreml_delegate.patches.torch import is_traceable_wrapper_subclass
 from coreml_delegate.targets import Opset
+from coreml_delegate.third_party import coremltools
 
 _ATEN: Any = torch.ops.aten
+_LIBRARY = torch.library.Library("coreml_delegate", "FRAGMENT")
+# These have no kernel: they replace an op with the same result before conversion.
+_LIBRARY.define(
+    "shift_scale(Tensor data, Tensor scale, Tensor? offset, int[] blocks, int low, int high)"
+    " -> Tensor"
+)
+_LIBRARY.define("look_up(Tensor indices, Tensor tables) -> Tensor")
+
+_Array = NDArray[Any]
+_INTEGERS = ("int4", "uint4", "int8", "uint8")
+_INDEX_BITS = (1, 2, 3, 4, 6, 8)
 
 
 def unwrap_tensor_subclasses(program: ExportedProgram) -> ExportedProgram:
@@ -152,3 +167,94 @@ def _decompose(node: Node) -> None:
     values = insert(node, _ATEN.mul.Tensor, values, floats("scale", scale_shape))
     values = insert(node, _ATEN.view.default, values, shape)
     become(node, _ATEN._to_copy.default, values, dtype=value_of(node).dtype)
+
+
+# Translation
+
+
+def translations(builder: Any) -> Mapping[str, Callable[[Any, Any], None]]:
+    """Return translations of our ops; each takes coremltools' context and the node.
+
+    Args:
+        builder: coremltools' builder.
+    """
+
+    def shift_scale(context: Any, node: Any) -> None:
+        data, scale, offset, blocks, low, high = (value_in(context, name) for name in node.inputs)
+        value_range = int(low), int(high)
+        context.add(_emit_shift_scale(builder, data, scale, offset, blocks, value_range, node.name))
+
+    def look_up(context: Any, node: Any) -> None:
+        indices, tables = (value_in(context, name) for name in node.inputs)
+        bits = next(bits for bits in _INDEX_BITS if 2**bits >= tables.shape[-2])
+        missing = 2**bits - tables.shape[-2]
+        padding = [(0, 0)] * (tables.ndim - 2) + [(0, missing), (0, 0)]
+        tables = np.pad(tables.astype(np.float32), padding)
+        indices = indices.astype(_numpy_type(f"uint{bits}"))
+        context.add(builder.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
+
+    return {"coreml_delegate::shift_scale": shift_scale, "coreml_delegate::look_up": look_up}
+
+
+def _emit_shift_scale(
+    builder: Any,
+    data: _Array,
+    scale: _Array,
+    offset: _Array | None,
+    blocks: Sequence[int],
+    value_range: tuple[int, int],
+    name: str,
+) -> Any:
+    from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
+
+    shape = tuple(int(count) for count in blocks)
+    scale = np.asarray(scale, np.float32).reshape(shape)
+    offset = None if offset is None or not np.any(offset) else np.reshape(offset, shape)
+    blockwise = is_current_opset_version_compatible_with(coremltools().target(int(Opset.iOS18)))
+    data, offset = _narrow(data, offset, value_range, _INTEGERS if blockwise else _INTEGERS[2:])
+    if blockwise:
+        offset_option = {} if offset is None else {"offset": offset}
+        return builder.constexpr_blockwise_shift_scale(
+            data=data, scale=scale, name=name, **offset_option
+        )
+    if offset is not None and not np.issubdtype(offset.dtype, np.integer):
+        raise ValueError("zero points that are no integers of the weights' type need iOS18")
+    axis = next((axis for axis, count in enumerate(shape) if count > 1), 0)
+    offset = np.zeros(shape, data.dtype) if offset is None else offset
+    scale, offset = (
+        parameter.reshape(-1) if parameter.size > 1 else parameter.reshape(())
+        for parameter in (scale, offset)
+    )
+    return builder.constexpr_affine_dequantize(
+        quantized_data=data, scale=scale[()], zero_point=offset[()], axis=np.int32(axis), name=name
+    )
+
+
+def _narrow(
+    data: _Array, offset: _Array | None, value_range: tuple[int, int], labels: Sequence[str]
+) -> tuple[_Array, _Array | None]:
+    """Return data in the first type that fits, and offset in the same type, or else in fp32."""
+    low, high = min(value_range[0], int(data.min())), max(value_range[1], int(data.max()))
+    for label in labels:
+        least, most = _limits(label)
+        if least <= low and high <= most:
+            dtype = _numpy_type(label)
+            if offset is None:
+                return data.astype(dtype), None
+            is_integer = np.array_equal(offset, np.round(offset))
+            fits = is_integer and least <= offset.min() and offset.max() <= most
+            return data.astype(dtype), offset.astype(dtype if fits else np.float32)
+    raise ValueError(f"weights of {low} .. {high}, Core ML has integers of at most 8 bits")
+
+
+def _limits(label: str) -> tuple[int, int]:
+    """Return the smallest and largest value of an integer type."""
+    sign, _, bits = label.rpartition("int")
+    count_of_values = 2 ** int(bits)
+    return (0, count_of_values - 1) if sign else (-count_of_values // 2, count_of_values // 2 - 1)
+
+
+def _numpy_type(label: str) -> Any:
+    from coremltools.converters.mil.mil import types
+
+    return types.nptype_from_builtin(types.string_to_builtin(label))

@@ -31,7 +31,7 @@ from coreml_delegate.opaque_ops.recurrent_layers import (
 from coreml_delegate.ops import Reason, record_of, required_opset
 from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.ops.constants import NO_INPUTS, Inputs, stored_nodes
+from coreml_delegate.ops.constants import NO_INPUTS, Inputs
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.grouping.decision import decide
@@ -100,7 +100,7 @@ def _transform(
     options: PartitionerOptions,
     inputs: Inputs = NO_INPUTS,
 ) -> ExportedProgram:
-    target, constants_inside = options.compiling.deployment_target, options.ownership.constants
+    target, constants_inside = options.compiling.deployment_target, options.take_over_constant_data
     fold = partial(
         fold_constants, refused=partial(refused_one_by_one, target=target), inputs=inputs
     )
@@ -177,7 +177,7 @@ class Partitioning:
         self._wide = wide
         self._excluded = excluded
         self._filters = options.filters.with_filter(excluded)
-        self._proof = ConversionProof(program, constants_inside=options.ownership.constants)
+        self._proof = ConversionProof(program, constants_inside=options.take_over_constant_data)
         self.compile_options: Mapping[str, CompileOptions] = {}
 
     @property
@@ -244,15 +244,13 @@ class Partitioning:
             OptionError: The enumerated shapes are of another program.
             ContractError: Mutable buffers would become states, which the target lacks.
         """
-        program, ownership = self._program, self._options.ownership
+        program = self._program
         refused = self.refusals()
         require_target(refused)
         decision = decide(
             program,
             refused,
-            constants=stored_nodes(program) if ownership.constants else (),
-            selection=self._options.selection,
-            ownership=ownership,
+            self._options,
             confirm=self._confirm,
             prefix=prefix,
         )
@@ -273,7 +271,7 @@ class Partitioning:
             filters=self._filters,
             wide=self._wide,
             values=self._proof.values,
-            constants_inside=self._options.ownership.constants,
+            constants_inside=self._options.take_over_constant_data,
             enumerated=self._options.compiling.enumerated_shapes,
         )
         accepted = [

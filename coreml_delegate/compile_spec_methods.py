@@ -18,13 +18,13 @@ from coreml_delegate.compile_options import (
     WeightSharing,
 )
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
+from coreml_delegate.dynamic_shapes.enumerated_inputs import enumerate_inputs
 from coreml_delegate.errors import OptionError
 from coreml_delegate.lowering.coremltools_options import (
     check_accepted,
     linear_config,
     pass_pipeline,
 )
-from coreml_delegate.lowering.enumerated_shapes import enumerate_inputs
 from coreml_delegate.option_checks import instance, list_of, optional
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from executorch.exir.backend.backend_details import PreprocessResult
 from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.dynamic_shapes.enumerated import Shape
 from coreml_delegate.dynamic_shapes.symbols import relations_of
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.formats import fp32_constants
@@ -25,7 +24,13 @@ from coreml_delegate.formats.blob_layout import (
 )
 from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate, map_folder
 from coreml_delegate.lowering import fp16
-from coreml_delegate.lowering.contract import boundary_of, check_program, name_boundary
+from coreml_delegate.lowering.contract import (
+    Boundary,
+    boundary_of,
+    check_program,
+    fix_sizes,
+    name_boundary,
+)
 from coreml_delegate.lowering.convert import (
     Conversion,
     compile_package,
@@ -33,17 +38,11 @@ from coreml_delegate.lowering.convert import (
     translate,
 )
 from coreml_delegate.lowering.debug_handles import describe, handle_map, number_calls
-from coreml_delegate.lowering.enumerated_shapes import (
-    SEVERAL_INPUTS_OPSET,
-    boundary_shapes,
-    enumerated_inputs,
-    fix_sizes,
-)
 from coreml_delegate.lowering.prepare import prepare
 from coreml_delegate.lowering.store import ConversionCacheEntry
 from coreml_delegate.ops import obstacles_in
 from coreml_delegate.ops import required_opset as opset_of_calls
-from coreml_delegate.targets import STATE_OPSET, Opset
+from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
 _COREMLTOOLS = "com.github.apple.coremltools"
@@ -89,28 +88,27 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
 
 def _lower(program: ExportedProgram, options: CompileOptions) -> Files:
     # Check
-    shapes = boundary_shapes(program, options)
-    inputs = enumerated_inputs(shapes)
-    fix_sizes(program, shapes)
-    boundary = boundary_of(program)
+    boundary = boundary_of(program, options)
+    fix_sizes(program, boundary.shapes)
     check_program(boundary, options.deployment_target)
     _check_calls(program, options.deployment_target)
     if options.deployment_target is None:
-        opset = max(required_opset(program, inputs), options.oldest_for_compression)
+        opset = max(required_opset(program, boundary), options.oldest_for_compression)
         # None is coremltools' oldest target, so only a later target is set.
         options = replace(options, deployment_target=opset if opset > Opset.iOS15 else None)
     # Number calls
     calls = number_calls(program)
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
-    relations = {} if inputs else relations_of(program)
+    relations = {} if boundary.enumerated else relations_of(program)
     # Prepare
     prepare(program)
     # Convert
     with convert_program(program, options, in_fp32) as conversion:
         # Name the boundary
-        names = name_boundary(boundary, conversion.spec, inputs, relations)
+        names = name_boundary(boundary, conversion.spec, relations)
         # Identify
-        files = identify(model_files(conversion, is_declared=bool(inputs)), {"": names})[1]
+        package = model_files(conversion, is_declared=bool(boundary.enumerated))
+        files = identify(package, {"": names})[1]
         # Describe
         info = describe(conversion.spec, calls, conversion.calls, coremltools().__version__)
         return {**files, DEBUG_INFO: info.encode()}
@@ -126,7 +124,8 @@ def check_translation(program: ExportedProgram, options: CompileOptions) -> None
     Raises:
         ConversionError: Coremltools failed.
     """
-    target = options.deployment_target or required_opset(program)
+    boundary = boundary_of(program, options)
+    target = options.deployment_target or required_opset(program, boundary)
     prepare(program)
     translate(program, target)
 
@@ -153,21 +152,9 @@ def _check_calls(program: ExportedProgram, target: Opset | None) -> None:
     )
 
 
-def required_opset(
-    program: ExportedProgram, enumerated: Mapping[str, tuple[Shape, ...]] | None = None
-) -> Opset:
-    """Return the oldest opset that can express a subgraph, including its boundary and states.
-
-    Args:
-        program: The subgraph.
-        enumerated: Enumerated shapes by input name.
-    """
-    boundary = boundary_of(program)
-    return max(
-        opset_of_calls(program.graph.nodes),
-        STATE_OPSET if boundary.states or not boundary.inputs else Opset.iOS15,
-        SEVERAL_INPUTS_OPSET if len(enumerated or ()) > 1 else Opset.iOS15,
-    )
+def required_opset(program: ExportedProgram, boundary: Boundary) -> Opset:
+    """Return the oldest opset that can express a subgraph, including its boundary and states."""
+    return max(opset_of_calls(program.graph.nodes), boundary.opset)
 
 
 def model_files(conversion: Conversion, *, is_declared: bool) -> Files:

@@ -1,4 +1,8 @@
-"""The boundary of a subgraph: its names, and checks of the device runtime's contract.
+"""The boundary of a subgraph: names, shapes, and checks of the device runtime's contract.
+
+The input sizes of a partition are expressions of the program's symbols. Every combination of the
+program's enumerated input shapes binds the symbols to values, from which the partition's shapes
+follow.
 
 On the device every violation is the same ``InvalidProgram``; here each has its own message.
 
@@ -12,16 +16,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.export import ExportedProgram
 
+from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.dynamic_shapes import input_sizes
-from coreml_delegate.dynamic_shapes.enumerated import Shape
+from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes, Shape
+from coreml_delegate.dynamic_shapes.symbols import expression_of, input_tensors
 from coreml_delegate.errors import ContractError
 from coreml_delegate.formats.blob_layout import MethodMetadata
 from coreml_delegate.formats.mlpackage import MAIN
-from coreml_delegate.lowering.enumerated_shapes import declare
 from coreml_delegate.targets import STATE_OPSET, Opset
+
+SEVERAL_INPUTS_OPSET = Opset.iOS18
+"""First opset with enumerated shapes for several inputs; the n-th shapes form a combination."""
 
 BOUNDARY_DTYPES = frozenset(
     {
@@ -40,25 +49,135 @@ BOUNDARY_DTYPES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """The inputs, outputs and states of a subgraph, as ExecuTorch will pass them."""
+    """The inputs, outputs and states of a subgraph, as ExecuTorch will pass them.
+
+    Attributes:
+        inputs: Name and fake tensor of each input.
+        outputs: Name and fake tensor of each output.
+        states: Names of the mutable buffers.
+        shapes: The shapes of every input, one per combination of enumerated shapes; empty without.
+    """
 
     inputs: tuple[tuple[str, torch.Tensor], ...]
     outputs: tuple[tuple[str, torch.Tensor], ...]
     states: tuple[str, ...]
+    shapes: Mapping[str, tuple[Shape, ...]]
+
+    @property
+    def enumerated(self) -> dict[str, tuple[Shape, ...]]:
+        """The inputs whose shape differs between combinations, with their shapes."""
+        return enumerated_inputs(self.shapes)
+
+    @property
+    def opset(self) -> Opset:
+        """The oldest opset that can express the boundary."""
+        if self.states or not self.inputs:
+            return STATE_OPSET
+        return SEVERAL_INPUTS_OPSET if len(self.enumerated) > 1 else Opset.iOS15
 
 
-def boundary_of(program: ExportedProgram) -> Boundary:
+def boundary_of(program: ExportedProgram, options: CompileOptions) -> Boundary:
     """Read the boundary from the signature of a subgraph.
 
     Raises:
-        ContractError: An input or output is not a tensor.
+        ContractError: An input or output is not a tensor; or see ``boundary_shapes``.
     """
+    shapes = boundary_shapes(program, options)
     signature = program.graph_signature
     nodes = {node.name: node for node in program.graph.nodes}
     inputs = [(str(name), _tensor(name, nodes)) for name in signature.user_inputs]
     outputs = [(str(name), _tensor(name, nodes)) for name in signature.user_outputs]
     states = tuple(sorted(signature.buffers_to_mutate.values()))
-    return Boundary(tuple(inputs), tuple(outputs), states)
+    return Boundary(tuple(inputs), tuple(outputs), states, shapes)
+
+
+def boundary_shapes(
+    program: ExportedProgram, options: CompileOptions
+) -> dict[str, tuple[Shape, ...]]:
+    """Return the shapes of every input of a partition, one shape per combination.
+
+    Args:
+        program: The partition, or the whole program.
+        options: The compile options, with the enumerated shapes of the whole program.
+
+    Returns:
+        Shapes by input name; empty without enumerated shapes.
+
+    Raises:
+        ContractError: An input size depends on more than the program's input sizes; or the target
+            is older than iOS18, and several inputs have enumerated shapes.
+    """
+    if options.enumerated_shapes is None:
+        return {}
+    bindings = options.enumerated_shapes.bindings()
+    shapes = {
+        name: tensor_shapes(name, tensor, bindings)
+        for name, tensor in input_tensors(program).items()
+    }
+    target, varying = options.deployment_target, enumerated_inputs(shapes)
+    if len(varying) > 1 and target is not None and target < SEVERAL_INPUTS_OPSET:
+        raise ContractError(
+            f"enumerated shapes of several inputs ({', '.join(varying)}) need "
+            f"{SEVERAL_INPUTS_OPSET.name} ({SEVERAL_INPUTS_OPSET.platforms})",
+            got=f"minimum_deployment_target {target.name}",
+            remedy="Raise it, or export all inputs but one with fixed sizes",
+        )
+    return shapes
+
+
+def tensor_shapes(
+    name: str, tensor: torch.Tensor, bindings: Sequence[Mapping[str, int]]
+) -> tuple[Shape, ...]:
+    """Return the shape of a tensor for each binding of the symbols to values.
+
+    Args:
+        name: Name of the tensor, for messages.
+        tensor: A tensor with symbolic sizes.
+        bindings: See ``EnumeratedShapes.bindings``.
+
+    Raises:
+        ContractError: A size depends on more than these symbols.
+    """
+    return tuple(tuple(_evaluate(name, size, b) for size in tensor.shape) for b in bindings)
+
+
+def undetermined(tensor: torch.Tensor, enumerated: EnumeratedShapes) -> str | None:
+    """Return the first size of a tensor that the enumerated shapes do not determine, or None."""
+    symbols = enumerated.bindings()[0].keys()
+    for size in tensor.shape:
+        if isinstance(size, torch.SymInt):
+            free = {str(symbol) for symbol in expression_of(size).free_symbols}
+            if not free <= symbols:
+                return str(size)
+    return None
+
+
+def fix_sizes(program: ExportedProgram, shapes: Mapping[str, tuple[Shape, ...]]) -> None:
+    """Replace a symbolic input size by a number if it is equal in every combination.
+
+    Args:
+        program: The partition; changed in place.
+        shapes: Shapes of its inputs; see ``boundary_shapes``.
+    """
+    for node in program.graph.find_nodes(op="placeholder"):
+        if node.name not in shapes:
+            continue
+        tensor: torch.Tensor = node.meta["val"]
+        pairs = zip(tensor.shape, zip(*shapes[node.name], strict=True), strict=True)
+        sizes = [values[0] if len(set(values)) == 1 else size for size, values in pairs]
+        if sizes != list(tensor.shape):
+            node.meta["val"] = tensor.new_empty(sizes)
+
+
+def enumerated_inputs(shapes: Mapping[str, tuple[Shape, ...]]) -> dict[str, tuple[Shape, ...]]:
+    """Return the inputs whose shape differs between combinations, with their shapes.
+
+    If only one input differs, its shapes are without duplicates.
+    """
+    varying = {name: listed for name, listed in shapes.items() if len(set(listed)) > 1}
+    if len(varying) == 1:
+        return {name: tuple(dict.fromkeys(listed)) for name, listed in varying.items()}
+    return varying
 
 
 def check_program(boundary: Boundary, target: Opset | None) -> None:
@@ -99,7 +218,6 @@ def check_program(boundary: Boundary, target: Opset | None) -> None:
 def name_boundary(
     boundary: Boundary,
     spec: Any,
-    enumerated: Mapping[str, tuple[Shape, ...]],
     relations: Mapping[str, Sequence[Any]],
 ) -> MethodMetadata:
     """Check a converted model against its subgraph, and declare the shapes of its inputs.
@@ -107,7 +225,6 @@ def name_boundary(
     Args:
         boundary: The boundary of the subgraph.
         spec: The ``Model`` message of the converted model; its description is completed.
-        enumerated: Enumerated shapes by input name.
         relations: Sizes of inputs in symbols, by input name; see ``dynamic_shapes.input_sizes``.
 
     Returns:
@@ -124,7 +241,7 @@ def name_boundary(
     _check_unique([*inputs, *outputs, *(feature.name for feature in description.state)])
     # Features may have other names than inputs, but are in the same order.
     feature_of = {name: inputs[i] for i, (name, _) in enumerate(boundary.inputs)}
-    declare(spec, {feature_of[name]: shapes for name, shapes in enumerated.items()})
+    _declare(spec, {feature_of[name]: listed for name, listed in boundary.enumerated.items()})
     sizes = {feature_of[name]: listed for name, listed in relations.items()}
     input_sizes.write(description.metadata.userDefined, {MAIN: sizes})
     return MethodMetadata(tuple(inputs), tuple(outputs))
@@ -170,3 +287,39 @@ def _tensor(name: Any, nodes: dict[str, Any]) -> torch.Tensor:
 
 def _names_text(names: Iterable[str]) -> str:
     return ", ".join(names) or "none"
+
+
+def _declare(spec: Any, inputs: Mapping[str, tuple[Shape, ...]]) -> None:
+    """Replace the shape ranges in a model's description by enumerated shapes.
+
+    Args:
+        spec: The ``Model`` message.
+        inputs: Shapes by feature name.
+    """
+    for feature in spec.description.input:
+        shapes = inputs.get(feature.name)
+        if shapes is None:
+            continue
+        array = feature.type.multiArrayType
+        array.ClearField("shapeRange")
+        del array.shape[:]
+        array.shape.extend(shapes[0])
+        for shape in shapes:
+            array.enumeratedShapes.shapes.add().shape.extend(shape)
+
+
+def _evaluate(name: str, size: int | torch.SymInt, binding: Mapping[str, int]) -> int:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = expression_of(size)
+    value = expression.xreplace(
+        {s: sympy.Integer(binding[str(s)]) for s in expression.free_symbols if str(s) in binding}
+    )
+    if not value.is_Integer:
+        raise ContractError(
+            f"size {size} of {name!r} does not follow from the enumerated shapes",
+            got=f"{value}",
+            remedy="It depends on data, or on dimensions that are not enumerated: leave the ops "
+            "that need it to the CPU (skip_ops_for_coreml_delegation)",
+        )
+    return int(value)

@@ -44,6 +44,7 @@ from coreml_delegate.lowering.build import (
     required_opset,
     result_of,
 )
+from coreml_delegate.lowering.contract import boundary_of
 from coreml_delegate.lowering.convert import check_compiler, compile_package
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.lowering.merging import FunctionModel, merge
@@ -252,7 +253,8 @@ def _with_sharing_target(partition: _Partition) -> _Partition:
     options = replace(partition.options, weight_sharing=WeightSharing.POSITIONAL)
     check_target(options)
     if options.deployment_target is None:
-        target = max(required_opset(partition.program), STATE_OPSET)
+        boundary = boundary_of(partition.program, options)
+        target = max(required_opset(partition.program, boundary), STATE_OPSET)
         options = replace(options, deployment_target=target)
     return replace(partition, options=options)
 

@@ -18,9 +18,9 @@ from torch.fx import Node
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.lowering import store
 from coreml_delegate.lowering.build import build_files, check_translation
+from coreml_delegate.lowering.contract import boundary_shapes
 from coreml_delegate.lowering.convert import is_about_the_graph
 from coreml_delegate.lowering.delegation_tags import cut_partitions, tag_of
-from coreml_delegate.lowering.enumerated_shapes import boundary_shapes
 from coreml_delegate.lowering.store import CachedBlob
 from coreml_delegate.lowering.subgraph import call_of, program_of, without_memory
 from coreml_delegate.lowering.trial import TRIALS, blamed_call, message_of, reason_of

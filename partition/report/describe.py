@@ -14,13 +14,13 @@ from torch.fx import Graph, Node
 
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes, Shape
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, is_unbounded
-from coreml_delegate.lowering.debug_handles import HANDLE
-from coreml_delegate.lowering.delegation_tags import tag_of
-from coreml_delegate.lowering.enumerated_shapes import (
+from coreml_delegate.lowering.contract import (
     SEVERAL_INPUTS_OPSET,
     enumerated_inputs,
     tensor_shapes,
 )
+from coreml_delegate.lowering.debug_handles import HANDLE
+from coreml_delegate.lowering.delegation_tags import tag_of
 from coreml_delegate.lowering.proof import ConversionProof
 from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.ops import Reason, ReasonCode, flops_of, record_of, required_opset

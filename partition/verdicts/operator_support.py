@@ -13,7 +13,7 @@ from torch.fx import Node
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.dynamic_shapes.symbols import input_tensors
 from coreml_delegate.errors import OptionError
-from coreml_delegate.lowering.enumerated_shapes import undetermined
+from coreml_delegate.lowering.contract import undetermined
 from coreml_delegate.lowering.subgraph import call_of, program_of
 from coreml_delegate.lowering.trial import signature_of
 from coreml_delegate.ops import Reason, ReasonCode, obstacle, obstacles_in, record_of

@@ -154,7 +154,7 @@ def test_integers_keep_their_width_in_fp16() -> None:
 
 
 def check(module: nn.Module, *inputs: torch.Tensor, target: Opset | None = None) -> None:
-    check_program(boundary_of(edge_program(module, *inputs)), target)
+    check_program(boundary_of(edge_program(module, *inputs), FP32), target)
 
 
 def test_a_program_needs_an_output() -> None:
@@ -165,7 +165,7 @@ def test_a_program_needs_an_output() -> None:
 
 def test_only_tensors_cross_the_boundary() -> None:
     with pytest.raises(ContractError, match="only tensors can cross into Core ML"):
-        boundary_of(edge_program(Function(lambda x: (x + 1, 3)), torch.ones(2)))
+        boundary_of(edge_program(Function(lambda x: (x + 1, 3)), torch.ones(2)), FP32)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])

@@ -1,8 +1,4 @@
-"""Enumerated input shapes: checks against a program, and the shapes of partitions' inputs.
-
-The input sizes of a partition are expressions of the program's symbols. Every combination of the
-program's input shapes binds the symbols to values, from which the partition's shapes follow.
-"""
+"""Enumerated shapes of a program's inputs, checked and bound to the program's symbols."""
 
 from __future__ import annotations
 
@@ -10,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import sympy
 import torch
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.dynamic_shapes.enumerated import (
     MAX_SHAPES,
     EnumeratedInput,
@@ -24,11 +18,7 @@ from coreml_delegate.dynamic_shapes.enumerated import (
     SymbolicSize,
 )
 from coreml_delegate.dynamic_shapes.symbols import expression_of, input_tensors
-from coreml_delegate.errors import ContractError, OptionError, near_matches
-from coreml_delegate.targets import Opset
-
-SEVERAL_INPUTS_OPSET = Opset.iOS18
-"""First opset with enumerated shapes for several inputs; the n-th shapes form a combination."""
+from coreml_delegate.errors import OptionError, near_matches
 
 
 def enumerate_inputs(
@@ -92,114 +82,6 @@ def enumerate_inputs(
             got=", ".join(str(list(shape)) for shape in repeated[0]),
         )
     return enumerated
-
-
-def boundary_shapes(
-    program: ExportedProgram, options: CompileOptions
-) -> dict[str, tuple[Shape, ...]]:
-    """Return the shapes of every input of a partition, one shape per combination.
-
-    Args:
-        program: The partition, or the whole program.
-        options: The compile options, with the enumerated shapes of the whole program.
-
-    Returns:
-        Shapes by input name; empty without enumerated shapes.
-
-    Raises:
-        ContractError: An input size depends on more than the program's input sizes; or the target
-            is older than iOS18, and several inputs have enumerated shapes.
-    """
-    if options.enumerated_shapes is None:
-        return {}
-    bindings = options.enumerated_shapes.bindings()
-    shapes = {
-        name: tensor_shapes(name, tensor, bindings)
-        for name, tensor in input_tensors(program).items()
-    }
-    target, varying = options.deployment_target, enumerated_inputs(shapes)
-    if len(varying) > 1 and target is not None and target < SEVERAL_INPUTS_OPSET:
-        raise ContractError(
-            f"enumerated shapes of several inputs ({', '.join(varying)}) need "
-            f"{SEVERAL_INPUTS_OPSET.name} ({SEVERAL_INPUTS_OPSET.platforms})",
-            got=f"minimum_deployment_target {target.name}",
-            remedy="Raise it, or export all inputs but one with fixed sizes",
-        )
-    return shapes
-
-
-def tensor_shapes(
-    name: str, tensor: torch.Tensor, bindings: Sequence[Mapping[str, int]]
-) -> tuple[Shape, ...]:
-    """Return the shape of a tensor for each binding of the symbols to values.
-
-    Args:
-        name: Name of the tensor, for messages.
-        tensor: A tensor with symbolic sizes.
-        bindings: See ``EnumeratedShapes.bindings``.
-
-    Raises:
-        ContractError: A size depends on more than these symbols.
-    """
-    return tuple(tuple(_evaluate(name, size, b) for size in tensor.shape) for b in bindings)
-
-
-def undetermined(tensor: torch.Tensor, enumerated: EnumeratedShapes) -> str | None:
-    """Return the first size of a tensor that the enumerated shapes do not determine, or None."""
-    symbols = enumerated.bindings()[0].keys()
-    for size in tensor.shape:
-        if isinstance(size, torch.SymInt):
-            free = {str(symbol) for symbol in expression_of(size).free_symbols}
-            if not free <= symbols:
-                return str(size)
-    return None
-
-
-def fix_sizes(program: ExportedProgram, shapes: Mapping[str, tuple[Shape, ...]]) -> None:
-    """Replace a symbolic input size by a number if it is equal in every combination.
-
-    Args:
-        program: The partition; changed in place.
-        shapes: Shapes of its inputs; see ``boundary_shapes``.
-    """
-    for node in program.graph.find_nodes(op="placeholder"):
-        if node.name not in shapes:
-            continue
-        tensor: torch.Tensor = node.meta["val"]
-        pairs = zip(tensor.shape, zip(*shapes[node.name], strict=True), strict=True)
-        sizes = [values[0] if len(set(values)) == 1 else size for size, values in pairs]
-        if sizes != list(tensor.shape):
-            node.meta["val"] = tensor.new_empty(sizes)
-
-
-def enumerated_inputs(shapes: Mapping[str, tuple[Shape, ...]]) -> dict[str, tuple[Shape, ...]]:
-    """Return the inputs whose shape differs between combinations, with their shapes.
-
-    If only one input differs, its shapes are without duplicates.
-    """
-    varying = {name: listed for name, listed in shapes.items() if len(set(listed)) > 1}
-    if len(varying) == 1:
-        return {name: tuple(dict.fromkeys(listed)) for name, listed in varying.items()}
-    return varying
-
-
-def declare(spec: Any, inputs: Mapping[str, tuple[Shape, ...]]) -> None:
-    """Replace the shape ranges in a model's description by enumerated shapes.
-
-    Args:
-        spec: The ``Model`` message.
-        inputs: Shapes by feature name.
-    """
-    for feature in spec.description.input:
-        shapes = inputs.get(feature.name)
-        if shapes is None:
-            continue
-        array = feature.type.multiArrayType
-        array.ClearField("shapeRange")
-        del array.shape[:]
-        array.shape.extend(shapes[0])
-        for shape in shapes:
-            array.enumeratedShapes.shapes.add().shape.extend(shape)
 
 
 def _check_names(shapes: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -295,23 +177,6 @@ def _symbolic_size(expression: str, ranges: Mapping[str, Any]) -> SymbolicSize:
 
 def _finite_bound(bound: Any) -> int | None:
     return int(bound) if getattr(bound, "is_finite", True) and bound.is_Integer else None
-
-
-def _evaluate(name: str, size: int | torch.SymInt, binding: Mapping[str, int]) -> int:
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    expression = expression_of(size)
-    value = expression.xreplace(
-        {s: sympy.Integer(binding[str(s)]) for s in expression.free_symbols if str(s) in binding}
-    )
-    if not value.is_Integer:
-        raise ContractError(
-            f"size {size} of {name!r} does not follow from the enumerated shapes",
-            got=f"{value}",
-            remedy="It depends on data, or on dimensions that are not enumerated: leave the ops "
-            "that need it to the CPU (skip_ops_for_coreml_delegation)",
-        )
-    return int(value)
 
 
 def _sizes_text(sizes: Sequence[Size]) -> str:

@@ -17,17 +17,10 @@ from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.lowering.delegation_tags import tag_of
 from coreml_delegate.lowering.proof import ConversionProof
 from coreml_delegate.lowering.store import CachedBlob
-from coreml_delegate.opaque_ops.compressed_weights import (
-    decompose_undelegated_dequantize,
-    dequantize_per_use,
-    require_target,
-    unwrap_tensor_subclasses,
-)
+from coreml_delegate.opaque_ops import restore_refused
+from coreml_delegate.opaque_ops.compressed_weights import require_target, unwrap_tensor_subclasses
 from coreml_delegate.opaque_ops.control_flow import Lowered, protect_control_flow, with_constants
-from coreml_delegate.opaque_ops.recurrent_layers import (
-    protect_recurrent_layers,
-    restore_refused_layers,
-)
+from coreml_delegate.opaque_ops.recurrent_layers import protect_recurrent_layers
 from coreml_delegate.ops import Reason, record_of, required_opset
 from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import target_name
@@ -112,11 +105,7 @@ def _transform(
         program = rewrite(program)
     if program is not folded:
         program = fold(program)
-    program = dequantize_per_use(program)
-    program = decompose_undelegated_dequantize(
-        program, target, veto=options.filters.refusal, constants_inside=constants_inside
-    )
-    return restore_refused_layers(
+    return restore_refused(
         program, target, veto=options.filters.refusal, constants_inside=constants_inside
     )
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from coreml_delegate import runtime
     from coreml_delegate.backend import MULTIMETHOD_WEIGHT_SHARING_STRATEGY, CoreMLBackend
     from coreml_delegate.compile_options import CompileOptions
+    from coreml_delegate.opaque_ops.recurrent_layers import dynamic_steps
     from coreml_delegate.partition import CoreMLPartitioner
-    from coreml_delegate.placeholder_ops import dynamic_steps
     from coreml_delegate.quantizer import CoreMLQuantizer
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -26,7 +26,7 @@ _LAZY = {
     "CoreMLPartitioner": "coreml_delegate.partition",
     "CoreMLQuantizer": "coreml_delegate.quantizer",
     "MULTIMETHOD_WEIGHT_SHARING_STRATEGY": "coreml_delegate.backend",
-    "dynamic_steps": "coreml_delegate.placeholder_ops",
+    "dynamic_steps": "coreml_delegate.opaque_ops.recurrent_layers",
 }
 
 __all__ = [

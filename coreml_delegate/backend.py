@@ -1,8 +1,17 @@
-"""``CoreMLBackend``: the backend that ExecuTorch calls to lower subgraphs to blobs."""
+"""``CoreMLBackend``: the backend that ExecuTorch calls to lower subgraphs to blobs.
+
+``executorch_debug_handle_mapping.json``, which coremltools saves with a model converted from an
+ExecuTorch program, lists for each debug handle the paths of its call's operations::
+
+    {"version": text, "mapping": {handle: [[{"Output": name, "Operator": type}, ...]]}}
+
+Source: coremltools 9.0, ``MLModel.save``; ExecuTorch 1.5, ``ModelDebugInfo`` of the runtime.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, final
@@ -14,22 +23,29 @@ from torch.export import ExportedProgram
 
 from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing, is_own
 from coreml_delegate.compile_spec_methods import CompileSpecMethods, member_of
-from coreml_delegate.conversion import blob_cache
-from coreml_delegate.conversion.debug_handles import handles_of, with_handles
-from coreml_delegate.errors import LoweringError
+from coreml_delegate.errors import ContractError, LoweringError
 from coreml_delegate.formats.blob_layout import (
     DEBUG_INFO,
     METADATA,
+    PACKAGE,
     DebugInfo,
+    MethodMetadata,
     ModelMetadata,
     OperationPath,
+    debug_symbol,
+    identify,
 )
+from coreml_delegate.lowering import store
+from coreml_delegate.lowering.build import build_files, model_files, result_of
+from coreml_delegate.lowering.convert import Conversion, check_compiler, temporary_folder
+from coreml_delegate.lowering.debug_handles import handles_of, with_handles
+from coreml_delegate.lowering.multifunction import lower_methods
 from coreml_delegate.patches.executorch import hide_from_search
-from coreml_delegate.preprocess import saved_models
-from coreml_delegate.preprocess.multifunction import lower_methods
-from coreml_delegate.preprocess.package import build_files, result_of
+from coreml_delegate.targets import STATE_OPSET
 
 _Item = TypeVar("_Item")
+
+_MAPPING = "executorch_debug_handle_mapping.json"
 
 MULTIMETHOD_WEIGHT_SHARING_STRATEGY = WeightSharing
 """The name of ``WeightSharing`` in ExecuTorch's own backend."""
@@ -47,17 +63,52 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
             ContractError: The model has no output; or it has no input, and its opset is older than
                 iOS18.
         """
-        return saved_models.metadata_of(model_spec, identifier)
+        inputs, outputs = (
+            tuple(feature.name for feature in features)
+            for features in (model_spec.description.input, model_spec.description.output)
+        )
+        if not outputs:
+            raise ContractError("the model has no output", expected="at least one")
+        if not inputs and model_spec.specificationVersion < STATE_OPSET:
+            raise ContractError(
+                f"a model without inputs needs {STATE_OPSET.name} ({STATE_OPSET.platforms})",
+                got=f"specification version {model_spec.specificationVersion}",
+                remedy="Raise minimum_deployment_target",
+            )
+        return ModelMetadata(identifier, {"": MethodMetadata(inputs, outputs)})
 
     @staticmethod
     def get_debug_symbol(operation_path: OperationPath) -> str | None:
         """Return ``output:operator`` of a path's last operation; None for an incomplete path."""
-        return saved_models.symbol_of(operation_path)
+        last = operation_path[-1] if operation_path else {}
+        output, operator = last.get("Output"), last.get("Operator")
+        return None if output is None or operator is None else debug_symbol(output, operator)
 
-    @staticmethod
-    def get_model_debug_info(model_package_dir: Path) -> DebugInfo | None:
-        """Return the debug info of an mlpackage that coremltools saved, or None."""
-        return saved_models.read_debug_info(Path(model_package_dir))
+    @classmethod
+    def get_model_debug_info(cls, model_package_dir: Path) -> DebugInfo | None:
+        """Return the debug info of an mlpackage that coremltools saved.
+
+        Returns:
+            None if it is missing or unreadable.
+        """
+        try:
+            content: Any = json.loads((Path(model_package_dir) / _MAPPING).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None
+        mapping: Any = content.get("mapping") if isinstance(content, dict) else None
+        if mapping is None:
+            return None
+        paths: dict[str, OperationPath] = {}
+        handles: dict[str, list[int]] = {}
+        for handle, operation_paths in mapping.items():
+            if not handle.lstrip("-").isdecimal():
+                continue
+            for path in operation_paths:
+                symbol = cls.get_debug_symbol(path)
+                if symbol is not None:
+                    handles.setdefault(symbol, []).append(int(handle))
+                    paths[symbol] = path
+        return DebugInfo(content.get("version", {}), paths, handles)
 
     @staticmethod
     def save_model_metadata(model_metadata: ModelMetadata, model_dir_path: Path) -> None:
@@ -69,8 +120,8 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
         """Write ``debug_info.json``, which profilers read."""
         (Path(model_dir_path) / DEBUG_INFO).write_bytes(model_debug_info.encode())
 
-    @staticmethod
-    def preprocess_model(mlmodel: Any, model_type: Any) -> PreprocessResult:
+    @classmethod
+    def preprocess_model(cls, mlmodel: Any, model_type: Any) -> PreprocessResult:
         """Return the blob of a ``coremltools.models.MLModel``; equal models give equal bytes.
 
         Raises:
@@ -78,7 +129,22 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
             LoweringError: ``model_type`` is a compiled model, and there is no compiler.
             OptionError: ``model_type`` is not a model type.
         """
-        return saved_models.lower_model(mlmodel, member_of(ModelType, model_type, "model_type"))
+        kind = member_of(ModelType, model_type, "model_type")
+        is_compiled = kind is ModelType.COMPILED_MODEL
+        if is_compiled:
+            check_compiler()
+        spec = mlmodel.get_spec()
+        names = cls.model_metadata_from_spec(spec, "").methods
+        with temporary_folder() as folder:
+            package = folder / PACKAGE
+            mlmodel.save(str(package))
+            info = cls.get_model_debug_info(package)
+            compiled = Path(mlmodel.get_compiled_model_path()) if is_compiled else None
+            conversion = Conversion(spec, package, compiled)
+            _, files = identify(model_files(conversion, is_declared=False), names)
+            if info is not None:
+                files[DEBUG_INFO] = info.encode()
+            return result_of(files)
 
     @classmethod
     def copy_exported_program_for_preprocess(
@@ -113,7 +179,7 @@ class CoreMLBackend(CompileSpecMethods, BackendDetails):
             return owner.preprocess(edge_program, compile_specs)
         options = CompileOptions.from_specs(compile_specs)
         handles = handles_of(edge_program)
-        files = blob_cache.take(edge_program, options) or build_files(edge_program, options)
+        files = store.take(edge_program, options) or build_files(edge_program, options)
         compile_specs[:] = options.to_specs()
         return result_of(with_handles(files, handles))
 

@@ -1,12 +1,14 @@
-"""The folder of all caches, and the digest of sources that invalidates their entries."""
+"""The folder of all caches, and the software whose change invalidates their entries."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import importlib.resources
 import os
-from collections.abc import Iterator
+import platform
+from collections.abc import Iterator, Mapping
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Final
@@ -37,6 +39,30 @@ def cache_folder() -> Path | None:
         return platformdirs.user_cache_path("coreml-delegate")
     except RuntimeError:
         return None
+
+
+@functools.cache
+def software(package: str, *distributions: str) -> Mapping[str, str]:
+    """Return the software that computes a result: sources, versions, and the kind of machine.
+
+    Args:
+        package: The package whose sources are digested.
+        distributions: Names of distributions; the version of a missing one is ``none``.
+    """
+    return {
+        package: source_digest(package),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **{name: version_of(name) for name in distributions},
+    }
+
+
+def version_of(distribution: str) -> str:
+    """Return the version of an installed distribution; ``none`` if it is missing."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
 
 @functools.cache

@@ -17,12 +17,15 @@ from coreml_delegate.compile_options import (
     Precision,
     WeightSharing,
 )
-from coreml_delegate.conversion.compression import linear_config
-from coreml_delegate.conversion.coremltools_options import check_accepted, pass_pipeline
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
+from coreml_delegate.dynamic_shapes.enumerated_inputs import enumerate_inputs
 from coreml_delegate.errors import OptionError
+from coreml_delegate.lowering.coremltools_options import (
+    check_accepted,
+    linear_config,
+    pass_pipeline,
+)
 from coreml_delegate.option_checks import instance, list_of, optional
-from coreml_delegate.preprocess.enumerated_shapes import enumerate_inputs
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 from coreml_delegate.weight_compression import Stage, checked_linear, stages_of

@@ -1,4 +1,4 @@
-"""Partitions the branches of undelegated control flow, each as a program.
+"""The branches of undelegated control flow, each as a program that is partitioned.
 
 ExecuTorch lowers the partitions of branches like the partitions of the outer program. All operands
 of a branch, weights included, are its inputs, so delegates take them as inputs.
@@ -24,52 +24,19 @@ from torch.export.graph_signature import (
 )
 from torch.fx import GraphModule, Node
 
-from coreml_delegate.ops.integer_ranges import WideIntegers
-from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport
-from coreml_delegate.partition.run import PartitionedProgram, PartitionRun
-from coreml_delegate.partition.verdicts.filters import ExcludedCalls
 from coreml_delegate.patches.torch import pytree
 
 
-def partition_with_branches(
-    program: ExportedProgram,
-    options: PartitionerOptions,
-    wide: WideIntegers,
-    excluded: ExcludedCalls,
-) -> PartitionedProgram:
-    """Partition a program and the branches of its undelegated control flow.
-
-    Args:
-        program: In edge dialect; it is tagged, the branches included.
-        options: The partitioner's.
-        wide: See ``PartitionRun``.
-        excluded: See ``PartitionRun``.
-
-    Returns:
-        One result. In the report, names of calls in a branch have the path of the branch.
-
-    Raises:
-        CoreMLDelegateError: See ``PartitionRun.partition``.
-    """
-    result = PartitionRun(program, options, wide, excluded).partition()
-    if options.compiling.enumerated_shapes:  # for the program's inputs, not for those of branches
-        return result
-    for call, path, branch in _branches(program.graph_module, program, ""):
-        prefix = path.replace(".", "_") + "_"
-        partitioned = PartitionRun(branch, options, wide, excluded).partition(prefix=prefix)
-        result = PartitionedProgram(
-            report=_add_branch(result.report, partitioned.report, path, call),
-            compile_options={**result.compile_options, **partitioned.compile_options},
-            blobs={**result.blobs, **partitioned.blobs},
-        )
-    return result
-
-
-def _branches(
-    module: GraphModule, owner: ExportedProgram, path: str
+def branches_of(
+    module: GraphModule, owner: ExportedProgram, path: str = ""
 ) -> Iterator[tuple[str, str, ExportedProgram]]:
     """Yield the branches that ExecuTorch runs, outer branches first.
+
+    Args:
+        module: The graph whose control flow has the branches.
+        owner: The program.
+        path: Path of the graph in the program, with a dot at the end.
 
     Yields:
         The paths of the call and of the branch, and the branch.
@@ -80,7 +47,7 @@ def _branches(
         visited.add(name)
         if branch is not None:
             yield f"{path}{call.name}", f"{path}{name}", branch
-            yield from _branches(submodule, owner, f"{path}{name}.")
+            yield from branches_of(submodule, owner, f"{path}{name}.")
 
 
 def _program_of(module: GraphModule, owner: ExportedProgram) -> ExportedProgram | None:
@@ -123,7 +90,7 @@ def _argument(value: Any) -> TensorArgument | SymIntArgument | None:
     return SymIntArgument(name=value.name) if isinstance(traced, torch.SymInt) else None
 
 
-def _add_branch(
+def add_branch(
     report: DelegationReport, branch: DelegationReport, path: str, call: str
 ) -> DelegationReport:
     """Add the report on a branch; its calls replace the control flow's CPU obstacle."""

@@ -14,14 +14,12 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch import nn
 
 from coreml_delegate.compile_options import CompileOptions, WeightSharing
-from coreml_delegate.conversion.coremltools_options import check_accepted
 from coreml_delegate.errors import OptionError
+from coreml_delegate.lowering.coremltools_options import check_accepted
+from coreml_delegate.lowering.multifunction import check_target
 from coreml_delegate.option_checks import Check, check_all, flag, function, list_of, positive
 from coreml_delegate.option_checks import optional as or_none
-from coreml_delegate.partition.grouping.decision import DataOwnership
-from coreml_delegate.partition.grouping.selection import Selection
 from coreml_delegate.partition.verdicts.filters import Filters, NodePredicate
-from coreml_delegate.preprocess.multifunction import check_target
 
 _OPERATORS = or_none(list_of("operator names", str))
 _MODULES = or_none(list_of("paths and classes of modules"))
@@ -95,16 +93,6 @@ class PartitionerOptions:
             only_modules=self.only_modules,
             node_filter=self.node_filter,
         )
-
-    @property
-    def selection(self) -> Selection:
-        """The limits on partitions."""
-        return Selection(self.min_partition_nodes, self.max_partitions)
-
-    @property
-    def ownership(self) -> DataOwnership:
-        """The data that Core ML models contain."""
-        return DataOwnership(self.take_over_constant_data, bool(self.take_over_mutable_buffer))
 
     @property
     def demands_everything(self) -> bool:

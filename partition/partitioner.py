@@ -2,28 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from executorch.exir import EdgeCompileConfig
+import torch
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+from executorch.exir.verification.verifier import EXIRATenDialectVerifier
 from torch import nn
-from torch.export import ExportedProgram
+from torch._export.verifier import SpecViolationError
+from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
 from coreml_delegate.backend import CoreMLBackend, claim_name
 from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.errors import ProgramError
+from coreml_delegate.lowering.delegation_tags import remove_tags
+from coreml_delegate.lowering.store import CachedBlob, Outcome
+from coreml_delegate.module_scope import Scope, scopes_of
+from coreml_delegate.ops.integer_ranges import WideIntegers
+from coreml_delegate.partition.branches import add_branch, branches_of
 from coreml_delegate.partition.options import PartitionerOptions
-from coreml_delegate.partition.report import DelegationReport
-from coreml_delegate.partition.session import EDGE, LoweringSession, edge_compile_config, plan
-from coreml_delegate.partition.verdicts.filters import NodePredicate
+from coreml_delegate.partition.partitioning import Partitioning, transform
+from coreml_delegate.partition.report import DelegationReport, NodeReport
+from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
+from coreml_delegate.partition.verdicts.filters import ExcludedCalls, NodePredicate
 from coreml_delegate.patches.torch import OpOverload
 
-_REPORTS = "reports"
-_NOT_COPIED = frozenset({"_spec", "_session"})
-"""``_spec`` of ExecuTorch is a mapping proxy, which cannot be copied."""
+logger = logging.getLogger(__name__)
+
+_EDGE = "EDGE"
+"""The dialect of a program that ExecuTorch has decomposed."""
+_DECOMPOSED = (
+    "DEPRECATION WARNING: to_edge() + to_backend() shows Core ML a program whose composite ops are "
+    "decomposed already; to_edge_transform_and_lower() preserves the ops that Core ML has as one"
+)
+_NOT_COPIED = frozenset({"_spec", "_notes"})
+"""Attributes that copies and pickles lack; ``_spec`` of ExecuTorch is a mapping proxy."""
+
+
+@dataclass(slots=True)
+class _Notes:
+    """Notes on a lowering in progress.
+
+    ExecuTorch passes every program (one per method) first in ATen dialect, then in edge dialect,
+    without an association. So facts that edge dialect lacks are noted in ATen dialect.
+
+    Attributes:
+        wide: Integers beyond int32.
+        excluded: Composite calls that the user excludes.
+        modules: The modules of all programs.
+        has_seen_aten: Whether any program was shown in ATen dialect.
+        preserved: The ops that ExecuTorch was asked not to decompose.
+        answer: The latest program in ATen dialect, and the ops to preserve in it.
+        blobs: ``CoreMLBackend.preprocess`` finds these blobs while they are referenced.
+        outcomes: By number of the report and delegation tag. Whether partitions share weights is
+            known only when all methods are lowered.
+    """
+
+    wide: WideIntegers = field(default_factory=WideIntegers)
+    excluded: ExcludedCalls = field(default_factory=ExcludedCalls)
+    modules: set[Scope] = field(default_factory=set[Scope])
+    has_seen_aten: bool = False
+    preserved: set[OpOverload] = field(default_factory=set[OpOverload])
+    answer: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
+    blobs: list[CachedBlob] = field(default_factory=list[CachedBlob])
+    outcomes: dict[int, Mapping[str, Outcome]] = field(
+        default_factory=dict[int, Mapping[str, Outcome]]
+    )
+
+    def note_modules(self, program: ExportedProgram) -> None:
+        """Note the modules of the calls of a program."""
+        for node in program.graph.nodes:
+            self.modules.update(scopes_of(node))
+
+    def keep(self, blobs: Iterable[CachedBlob]) -> None:
+        """Reference blobs until they are taken, and no longer: they have weights."""
+        self.blobs = [*(blob for blob in self.blobs if blob.files is not None), *blobs]
 
 
 class CoreMLPartitioner(Partitioner):
@@ -93,18 +152,20 @@ class CoreMLPartitioner(Partitioner):
             strict=strict,
             keep_fp32=keep_fp32,
         )
-        self._session = LoweringSession(self._options)
         # Canonical and complete, so that a .pte records all options.
         self.delegation_spec = _delegation(self.options)
+        self._reports: list[DelegationReport] = []
+        self._notes = _Notes()
 
     def __getstate__(self) -> dict[str, Any]:
-        attributes = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
-        return {**attributes, _REPORTS: self.reports}
+        _ = self.reports  # completes them
+        return {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__init__()
         vars(self).update(state)
-        self._session = LoweringSession(self._options, vars(self).pop(_REPORTS))
+        self._reports = list(self._reports)
+        self._notes = _Notes()
 
     @property
     def options(self) -> CompileOptions:
@@ -118,12 +179,19 @@ class CoreMLPartitioner(Partitioner):
         Raises:
             ProgramError: Nothing was partitioned yet.
         """
-        return self._session.reports.latest
+        if not self._reports:
+            raise ProgramError(
+                "no report yet", remedy="Lower a program with this partitioner first"
+            )
+        return self.reports[-1]
 
     @property
     def reports(self) -> tuple[DelegationReport, ...]:
         """The reports on every program partitioned so far: one per method, in order."""
-        return self._session.reports.all
+        for index, outcomes in self._notes.outcomes.items():
+            sharing = {tag: o.sharing for tag, o in outcomes.items() if o.sharing is not None}
+            self._reports[index] = self._reports[index].with_sharing(sharing)
+        return tuple(self._reports)
 
     def plan(self, program: ExportedProgram) -> DelegationReport:
         """Return the report that lowering would give, without lowering.
@@ -140,6 +208,20 @@ class CoreMLPartitioner(Partitioner):
         """
         return self._plan(program)[0]
 
+    def _plan(self, program: ExportedProgram) -> tuple[DelegationReport, Set[OpOverload]]:
+        """Return the report on a program, and the ops that ExecuTorch would preserve."""
+        notes = _Notes()
+        planner = _Planner(self._options, notes)
+        with torch.no_grad():  # which some operators demand
+            to_edge_transform_and_lower(
+                program,
+                partitioner=[planner],
+                # Preserved ops are undelegated here, which is no error.
+                compile_config=EdgeCompileConfig(_check_ir_validity=False),
+            )
+        self._notes.keep(notes.blobs)
+        return planner.report, notes.preserved
+
     def edge_compile_config(self, program: ExportedProgram) -> EdgeCompileConfig:
         """Return an ``EdgeCompileConfig`` that accepts the non-core operators that Core ML takes.
 
@@ -151,15 +233,9 @@ class CoreMLPartitioner(Partitioner):
         Args:
             program: See ``plan``, also for errors.
         """
-        report, session = self._plan(program)
-        return edge_compile_config(report, session.preserved)
-
-    def _plan(self, program: ExportedProgram) -> tuple[DelegationReport, LoweringSession]:
-        tolerant = replace(self._options, lower_full_graph=False, strict=False)
-        session = LoweringSession(tolerant, is_plan=True)
-        report = plan(program, session)
-        self._session.keep(session.blobs)
-        return report, session
+        return EdgeCompileConfig(
+            _core_aten_ops_exception_list=_delegated_refused_ops(*self._plan(program))
+        )
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
         """Tag the calls that Core ML takes.
@@ -174,18 +250,52 @@ class CoreMLPartitioner(Partitioner):
             ContractError: Mutable buffers would become states, which the target lacks.
         """
         claim_name()  # before ExecuTorch looks the backend up
-        options_by_tag = self._session.partition(exported_program)
+        options_by_tag, blobs = self._tag(exported_program)
+        outcomes = {tag: blob.expect() for tag, blob in blobs.items()}
+        self._notes.outcomes[len(self._reports) - 1] = outcomes
         return PartitionResult(
             tagged_exported_program=exported_program,
             partition_tags={tag: _delegation(options) for tag, options in options_by_tag.items()},
         )
+
+    def _tag(
+        self, program: ExportedProgram
+    ) -> tuple[Mapping[str, CompileOptions], Mapping[str, CachedBlob]]:
+        """Tag a program and the branches of its undelegated control flow, and report on them.
+
+        Returns:
+            The compile options and the cached blobs of partitions, by tag.
+        """
+        if not self._notes.has_seen_aten:
+            logger.warning(_DECOMPOSED)
+        self._notes.note_modules(program)
+        self._options.filters.check_patterns(self._notes.modules)
+        whole = self._partitioning(program)
+        report = whole.tag()
+        options_by_tag, blobs = dict(whole.compile_options), dict(whole.blobs)
+        # Enumerated shapes are for the inputs of the program, not for those of branches.
+        if not self.options.enumerated_shapes:
+            for call, path, branch in branches_of(program.graph_module, program):
+                part = self._partitioning(branch)
+                branch_report = part.tag(prefix=path.replace(".", "_") + "_")
+                report = add_branch(report, branch_report, path, call)
+                options_by_tag.update(part.compile_options)
+                blobs.update(part.blobs)
+        self._notes.keep(blobs.values())
+        self._reports.append(report)
+        if self._options.demands_everything:
+            report.require_complete()
+        for node in report.undelegated:
+            logger.info("%s (%s) stays on the CPU: %s", node.name, node.op, node.reason)
+        _warn_of_missing_kernels(report)
+        return options_by_tag, blobs
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """Return the program in fp32, with plain tensors and containers, without assertions.
 
         See the modules of ``transforms``.
         """
-        return self._session.transform(exported_program)
+        return transform(exported_program, self._options)
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -195,11 +305,101 @@ class CoreMLPartitioner(Partitioner):
         ExecuTorch calls the method again after lowering. It then decomposes the calls of these ops
         that no backend took, in place, because ExecuTorch may lack a kernel for them.
         """
-        if ep.dialect == EDGE:
-            self._session.decompose_undelegated(ep)
+        if ep.dialect == _EDGE:
+            decompose_undelegated(ep, self._notes.preserved)
+            require_out_variants(ep)
             return [], None
-        return self._session.ops_to_preserve(ep), None
+        notes = self._notes
+        if notes.answer is None or notes.answer[0]() is not ep:  # ExecuTorch asks twice
+            notes.has_seen_aten = True
+            notes.wide.note(ep)
+            notes.note_modules(ep)
+            preserved = self._partitioning(ep).ops_to_preserve()
+            notes.answer = weakref.ref(ep), preserved
+            notes.preserved |= preserved
+        return sorted(notes.answer[1], key=str), None
+
+    def _partitioning(self, program: ExportedProgram) -> Partitioning:
+        return Partitioning(program, self._options, self._notes.wide, self._notes.excluded)
+
+
+class _Planner(CoreMLPartitioner):
+    """Reports on every program, and delegates nothing."""
+
+    def __init__(self, options: PartitionerOptions, notes: _Notes) -> None:
+        Partitioner.__init__(self)
+        self._options = replace(options, lower_full_graph=False, strict=False)
+        self._reports = []
+        self._notes = notes
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        self._tag(exported_program)
+        remove_tags(exported_program)
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags={})
+
+    def ops_to_not_decompose(
+        self, ep: ExportedProgram
+    ) -> tuple[list[OpOverload], Callable[[Node], bool] | None]:
+        # ExecuTorch calls it again in edge dialect, to check that no preserved op is undelegated.
+        return ([], None) if ep.dialect == _EDGE else super().ops_to_not_decompose(ep)
 
 
 def _delegation(options: CompileOptions) -> DelegationSpec:
     return DelegationSpec(CoreMLBackend.__name__, options.to_specs())
+
+
+def _warn_of_missing_kernels(report: DelegationReport) -> None:
+    """Log, once per operator, the calls that neither Core ML nor ExecuTorch's runtime runs."""
+    first_calls: dict[str, NodeReport] = {}
+    for node in report.without_kernel:
+        first_calls.setdefault(node.op, node)
+    for op, node in first_calls.items():
+        location = f" at {node.place}" if node.place else ""
+        obstacle = node.cpu_obstacle
+        remedy = "" if obstacle is None else obstacle.remedy
+        logger.warning("%s%s stays on the CPU, and %s. %s", op, location, obstacle, remedy)
+
+
+def _delegated_refused_ops(
+    report: DelegationReport, preserved: Set[OpOverload]
+) -> list[OpOverload]:
+    """Return operators of which Core ML takes every call and that ExecuTorch's check refuses.
+
+    Args:
+        report: Of the program.
+        preserved: Operators that ExecuTorch was asked not to decompose. It excepts these itself if
+            it has a decomposition.
+    """
+    excepted = preserved & default_decompositions().keys()
+    verifier = EXIRATenDialectVerifier()
+    delegated = {node.op: False for node in report.undelegated}
+    delegated = {node.op: True for node in report.delegated} | delegated
+    refused = {
+        op: delegated[name]
+        for name in sorted(delegated)
+        if (op := _operator(name)) is not None and op not in excepted and _is_refused(verifier, op)
+    }
+    if unexcepted := [str(op) for op, is_delegated in refused.items() if not is_delegated]:
+        logger.warning(
+            "ExecuTorch refuses %s, outside the core ATen opset, of which a call stays on the CPU; "
+            "EdgeCompileConfig(_check_ir_validity=False) lets every operator through",
+            ", ".join(unexcepted),
+        )
+    return [op for op, is_delegated in refused.items() if is_delegated]
+
+
+def _operator(name: str) -> OpOverload | None:
+    """Return the ATen operator with the name ``aten.NAME.OVERLOAD``, or None."""
+    namespace, _, qualified = name.partition(".")
+    packet = (
+        getattr(torch.ops.aten, qualified.partition(".")[0], None) if namespace == "aten" else None
+    )
+    return getattr(packet, qualified.partition(".")[2], None)
+
+
+def _is_refused(verifier: Any, op: OpOverload) -> bool:
+    try:
+        verifier.check_valid_op(op)
+    except SpecViolationError:
+        return True
+    return False

@@ -20,17 +20,15 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
-from coreml_delegate.control_flow import PROTECTED
-from coreml_delegate.conversion.subgraph import call_of, program_of
 from coreml_delegate.errors import LoweringError
+from coreml_delegate.lowering.subgraph import call_of, program_of
+from coreml_delegate.opaque_ops import is_protected, restore_all
+from coreml_delegate.opaque_ops.recurrent_layers import require_fixed_steps
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import called_target, is_placeholder_op, overload_of, target_name
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles, has_kernel, is_custom
 from coreml_delegate.patches.torch import OpOverload, replace_in_signature
 from coreml_delegate.source_lines import source_of
-from coreml_delegate.transforms.compressed_weights import decompose_undelegated_dequantize
-from coreml_delegate.transforms.control_flow import restore_control_flow
-from coreml_delegate.transforms.recurrent_layers import require_fixed_steps
 
 _PREFIX = "coreml_delegate_literal"
 _BRANCH = "coreml_delegate_branch"
@@ -48,7 +46,7 @@ def decompose_undelegated(program: ExportedProgram, preserved: Collection[OpOver
         preserved: The ops protected from decomposition.
 
     Raises:
-        UnsupportedOperatorError: See ``require_fixed_steps`` and ``restore_control_flow``.
+        UnsupportedOperatorError: See ``require_fixed_steps`` and ``restore_all``.
     """
     # ExecuTorch does not decompose core ops.
     in_branches = {op for op in preserved if torch.Tag.core not in op.tags}
@@ -56,7 +54,11 @@ def decompose_undelegated(program: ExportedProgram, preserved: Collection[OpOver
     for module in program.graph_module.modules():
         if isinstance(module, GraphModule):
             ops = at_root if module is program.graph_module else in_branches
-            calls = [node for node in module.graph.nodes if _is_undelegated(node, ops)]
+            calls = [
+                node
+                for node in module.graph.nodes
+                if overload_of(node.target) in ops or is_protected(node)
+            ]
             if calls:
                 for call in calls:
                     if is_placeholder_op(call.target):
@@ -105,16 +107,10 @@ def require_out_variants(program: ExportedProgram) -> None:
             )
 
 
-def _is_undelegated(node: Node, ops: Collection[OpOverload]) -> bool:
-    overload = overload_of(node.target)
-    return overload in ops or overload in PROTECTED or is_placeholder_op(node.target)
-
-
 def _to_edge(subprogram: ExportedProgram) -> ExportedProgram:
-    plain = decompose_undelegated_dequantize(subprogram, None, veto=lambda _: _UNDELEGATED)
-    restore_control_flow(plain, _UNDELEGATED)
     config = EdgeCompileConfig(_check_ir_validity=False)
-    return to_edge(plain, compile_config=config).exported_program()
+    restored = restore_all(subprogram, _UNDELEGATED)
+    return to_edge(restored, compile_config=config).exported_program()
 
 
 def _decompose(

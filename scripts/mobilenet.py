@@ -13,8 +13,8 @@ from torch import nn
 
 from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.formats.files import provisional_folder, write_folder
-from coreml_delegate.lowering import export_model, lower_methods
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
+from coreml_delegate.partition.export import export_model, lower_methods
 from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts import console

@@ -12,13 +12,12 @@ import pytest
 import torch
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from support.compressed import stored_sizes
-from support.lowering import fp32_specs, lower
+from support.lowering import build_blob, fp32_specs, lower
 from support.partitioned import delegate_functions
 from torch import nn
 
 from coreml_delegate import CompileOptions, CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import OptionError
-from coreml_delegate.preprocess.package import build_blob
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 

@@ -11,7 +11,6 @@ import numpy as np
 import sympy
 from numpy.typing import NDArray
 
-from coreml_delegate.conversion.convert import Conversion, convert_mil
 from coreml_delegate.errors import GraphError, InputError, OptionError
 from coreml_delegate.formats.blob import Buffer as Bytes
 from coreml_delegate.formats.blob_layout import PACKAGE, in_folder
@@ -28,7 +27,8 @@ from coreml_delegate.graph.fusion import fused_nodes
 from coreml_delegate.graph.node import Value
 from coreml_delegate.graph.pte import delegate_program
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, TensorType, linear
-from coreml_delegate.preprocess.package import model_files
+from coreml_delegate.lowering.build import model_files
+from coreml_delegate.lowering.convert import Conversion, convert_mil
 from coreml_delegate.runtime import EngineOptions, Model
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.runtime.native import SMALL

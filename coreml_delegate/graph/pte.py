@@ -21,7 +21,7 @@ from coreml_delegate.graph.tensor_types import Dimension, DType, TensorType
 from coreml_delegate.third_party import quiet_import
 
 # Element types that the device runtime converts at a delegate's boundary; the others cross as their
-# storage dtype. See ``preprocess.contract.BOUNDARY_DTYPES``.
+# storage dtype. See ``lowering.contract.BOUNDARY_DTYPES``.
 _CONVERTED = {
     DType.BOOL: torch.bool,
     DType.UINT8: torch.uint8,

@@ -37,8 +37,8 @@ from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
-from coreml_delegate.lowering import lower_methods
 from coreml_delegate.partition import CoreMLPartitioner
+from coreml_delegate.partition.export import lower_methods
 from coreml_delegate.third_party import quiet_import, wrap_errors
 
 # The stubs of torch do not have int4.

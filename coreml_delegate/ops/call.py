@@ -11,7 +11,6 @@ import torch
 from torch.fx import Node
 
 from coreml_delegate.patches.torch import OpOverload, schema_of
-from coreml_delegate.placeholder_ops import ORIGINALS
 
 FLOAT = frozenset({torch.float32})
 INTEGER = frozenset({torch.int32, torch.int64})
@@ -38,6 +37,16 @@ DEQUANTIZE_AFFINE = "torchao.dequantize_affine.default"
 DEQUANTIZE_CODEBOOK = "quant.dequantize_codebook.default"
 DECOMPRESS = frozenset({DEQUANTIZE_AFFINE, DEQUANTIZE_CODEBOOK})
 """The ops that turn weights compressed by ``quantize_`` into floats."""
+
+_ATEN: Any = torch.ops.aten
+RECURRENT: tuple[OpOverload, ...] = (
+    _ATEN.lstm.input,
+    _ATEN.gru.input,
+    _ATEN.rnn_tanh.input,
+    _ATEN.rnn_relu.input,
+)
+"""ATen's recurrent ops; see ``opaque_ops.recurrent_layers`` for the placeholder op of each."""
+_ORIGINALS = {str(op).replace("aten.", "coreml_delegate.", 1): op for op in RECURRENT}
 
 
 class ReasonCode(enum.StrEnum):
@@ -136,13 +145,13 @@ class OpCall:
 def overload_of(target: Any) -> Any:
     """Return the ATen overload of an edge op or placeholder op; other targets unchanged."""
     overload = unwrap_edge_op(target)
-    return ORIGINALS.get(overload, overload) if isinstance(overload, OpOverload) else overload
+    return _ORIGINALS.get(str(overload), overload) if isinstance(overload, OpOverload) else overload
 
 
 def is_placeholder_op(target: Any) -> bool:
-    """Whether a target, in ATen or edge dialect, is a placeholder op: see ``placeholder_ops``."""
+    """Whether a target, in ATen or edge dialect, is a placeholder op of a recurrent layer."""
     overload = unwrap_edge_op(target)
-    return isinstance(overload, OpOverload) and overload in ORIGINALS
+    return isinstance(overload, OpOverload) and str(overload) in _ORIGINALS
 
 
 def unwrap_edge_op(target: Any) -> Any:

@@ -11,12 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from coreml_delegate.ops import recurrent_layers
-from coreml_delegate.ops.recurrent_layers import Stack
 from coreml_delegate.patches.torch import OpOverload
-from coreml_delegate.placeholder_ops import PLACEHOLDER_OPS
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
@@ -24,16 +20,7 @@ _NAMESPACE = "coreml_delegate"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define("floor_divide(Tensor self, Tensor other) -> Tensor")
 _LIBRARY.define("integers(int[] values) -> Tensor")
-# These two have no kernel: they replace an op with the same result before conversion.
-_LIBRARY.define(
-    "shift_scale(Tensor data, Tensor scale, Tensor? offset, int[] blocks, int low, int high)"
-    " -> Tensor"
-)
-_LIBRARY.define("look_up(Tensor indices, Tensor tables) -> Tensor")
 
-_Array = NDArray[Any]
-_INTEGERS = ("int4", "uint4", "int8", "uint8")
-_INDEX_BITS = (1, 2, 3, 4, 6, 8)
 _SCATTER_MODES = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
 
 
@@ -121,9 +108,10 @@ def placeholder_op(overload: OpOverload) -> OpOverload:
         overload: One of ATen's recurrent ops.
 
     Returns:
-        Its placeholder op; see ``placeholder_ops``.
+        Its placeholder op; see ``opaque_ops.recurrent_layers``.
     """
-    return PLACEHOLDER_OPS[overload]
+    _, name, overload_name = str(overload).split(".")
+    return getattr(getattr(torch.ops.coreml_delegate, name), overload_name)
 
 
 def nms() -> OpOverload:
@@ -147,51 +135,15 @@ def translations() -> Mapping[str, Callable[[Any, Any], None]]:
         x, y = (context[name] for name in node.inputs)
         context.add(builder.floor_div(x=x, y=y, name=node.name))
 
-    def shift_scale(context: Any, node: Any) -> None:
-        data, scale, offset, blocks, low, high = (_value(context, name) for name in node.inputs)
-        value_range = int(low), int(high)
-        context.add(_emit_shift_scale(builder, data, scale, offset, blocks, value_range, node.name))
-
-    def look_up(context: Any, node: Any) -> None:
-        indices, tables = (_value(context, name) for name in node.inputs)
-        bits = next(bits for bits in _INDEX_BITS if 2**bits >= tables.shape[-2])
-        missing = 2**bits - tables.shape[-2]
-        padding = [(0, 0)] * (tables.ndim - 2) + [(0, missing), (0, 0)]
-        tables = np.pad(tables.astype(np.float32), padding)
-        indices = indices.astype(_numpy_type(f"uint{bits}"))
-        context.add(builder.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
-
-    def lstm(context: Any, node: Any) -> None:
-        x, *states, stack = _layers(context, node)
-        context.add(recurrent_layers.lstm(builder, x, states, stack), torch_name=node.name)
-
-    def gru(context: Any, node: Any) -> None:
-        x, state, stack = _layers(context, node)
-        context.add(recurrent_layers.gru(builder, x, state, stack), torch_name=node.name)
-
-    def rnn_tanh(context: Any, node: Any) -> None:
-        x, state, stack = _layers(context, node)
-        context.add(recurrent_layers.rnn(builder, x, state, stack, "tanh"), torch_name=node.name)
-
-    def rnn_relu(context: Any, node: Any) -> None:
-        x, state, stack = _layers(context, node)
-        context.add(recurrent_layers.rnn(builder, x, state, stack, "relu"), torch_name=node.name)
-
     def nms(context: Any, node: Any) -> None:
         boxes, scores = (context[name] for name in node.inputs[:2])
-        threshold, count, per_class = (_value(context, name) for name in node.inputs[2:])
+        threshold, count, per_class = (value_in(context, name) for name in node.inputs[2:])
         limits = float(threshold), int(count), bool(per_class)
         context.add(_emit_nms(builder, boxes, scores, *limits), torch_name=node.name)
 
     own_ops = {
         "floor_divide": floor_divide,
-        "shift_scale": shift_scale,
-        "look_up": look_up,
         "nms": nms,
-        "lstm.input": lstm,
-        "gru.input": gru,
-        "rnn_tanh.input": rnn_tanh,
-        "rnn_relu.input": rnn_relu,
     }
     return {
         **{f"{_NAMESPACE}::{name}": translation for name, translation in own_ops.items()},
@@ -203,11 +155,11 @@ def _more_translations(builder: Any) -> Mapping[str, Callable[[Any, Any], None]]
     """Return translations of ``integers`` and of ATen ops that coremltools lacks."""
 
     def integers(context: Any, node: Any) -> None:
-        values = np.asarray(_value(context, node.inputs[0]), np.int32)
+        values = np.asarray(value_in(context, node.inputs[0]), np.int32)
         context.add(builder.const(val=values, name=node.name))
 
     def prod(context: Any, node: Any) -> None:
-        axis, keep = (_value(context, name) for name in node.inputs[1:3])
+        axis, keep = (value_in(context, name) for name in node.inputs[1:3])
         options = {"axes": [int(axis)], "keep_dims": bool(keep)}
         context.add(builder.reduce_prod(x=context[node.inputs[0]], **options, name=node.name))
 
@@ -215,12 +167,12 @@ def _more_translations(builder: Any) -> Mapping[str, Callable[[Any, Any], None]]
         data, axis, indices, updates, reduce = node.inputs[:5]
         tensors = {"data": data, "indices": indices, "updates": updates}
         operands = {operand: context[name] for operand, name in tensors.items()}
-        options = {"axis": int(_value(context, axis)), "mode": _SCATTER_MODES[reduce]}
+        options = {"axis": int(value_in(context, axis)), "mode": _SCATTER_MODES[reduce]}
         context.add(builder.scatter_along_axis(**operands, **options, name=node.name))
 
     def unfold(context: Any, node: Any) -> None:
         x = context[node.inputs[0]]
-        axis, size, step = (int(_value(context, name)) for name in node.inputs[1:])
+        axis, size, step = (int(value_in(context, name)) for name in node.inputs[1:])
         windows = builder.sliding_windows(x=x, axis=axis, size=size, stride=step)
         order = [*range(axis + 1), *range(axis + 2, x.rank + 1), axis + 1]
         context.add(builder.transpose(x=windows, perm=order, name=node.name))
@@ -233,25 +185,10 @@ def _more_translations(builder: Any) -> Mapping[str, Callable[[Any, Any], None]]
     }
 
 
-def _value(context: Any, name: Any) -> Any:
+def value_in(context: Any, name: Any) -> Any:
     """Return an argument's value: a MIL variable, or the numpy array of a constant."""
     value = context[name] if isinstance(name, str) else name
     return getattr(value, "val", value)
-
-
-def _layers(context: Any, node: Any) -> list[Any]:
-    """Return sequence, initial states and layers of a call of a recurrent op."""
-    x, states, parameters, has_biases, count, _, _, bidirectional, batch_first = node.inputs
-    names = [states] if isinstance(states, str) else states
-    arrays = [np.asarray(_value(context, name), np.float32) for name in parameters]
-    stack = Stack.of(
-        arrays,
-        layers=int(count),
-        has_biases=bool(has_biases),
-        is_bidirectional=bool(bidirectional),
-        batch_first=bool(batch_first),
-    )
-    return [context[x], *(context[name] for name in names), stack]
 
 
 def _emit_nms(
@@ -279,67 +216,3 @@ def _emit_nms(
     else:
         options["score_threshold"] = np.float32(np.finfo(np.float16).min)
     return builder.non_maximum_suppression(boxes=boxes, scores=scores, **options)[2]
-
-
-def _emit_shift_scale(
-    builder: Any,
-    data: _Array,
-    scale: _Array,
-    offset: _Array | None,
-    blocks: Sequence[int],
-    value_range: tuple[int, int],
-    name: str,
-) -> Any:
-    from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
-
-    shape = tuple(int(count) for count in blocks)
-    scale = np.asarray(scale, np.float32).reshape(shape)
-    offset = None if offset is None or not np.any(offset) else np.reshape(offset, shape)
-    blockwise = is_current_opset_version_compatible_with(coremltools().target(int(Opset.iOS18)))
-    data, offset = _narrow(data, offset, value_range, _INTEGERS if blockwise else _INTEGERS[2:])
-    if blockwise:
-        offset_option = {} if offset is None else {"offset": offset}
-        return builder.constexpr_blockwise_shift_scale(
-            data=data, scale=scale, name=name, **offset_option
-        )
-    if offset is not None and not np.issubdtype(offset.dtype, np.integer):
-        raise ValueError("zero points that are no integers of the weights' type need iOS18")
-    axis = next((axis for axis, count in enumerate(shape) if count > 1), 0)
-    offset = np.zeros(shape, data.dtype) if offset is None else offset
-    scale, offset = (
-        parameter.reshape(-1) if parameter.size > 1 else parameter.reshape(())
-        for parameter in (scale, offset)
-    )
-    return builder.constexpr_affine_dequantize(
-        quantized_data=data, scale=scale[()], zero_point=offset[()], axis=np.int32(axis), name=name
-    )
-
-
-def _narrow(
-    data: _Array, offset: _Array | None, value_range: tuple[int, int], labels: Sequence[str]
-) -> tuple[_Array, _Array | None]:
-    """Return data in the first type that fits, and offset in the same type, or else in fp32."""
-    low, high = min(value_range[0], int(data.min())), max(value_range[1], int(data.max()))
-    for label in labels:
-        least, most = _limits(label)
-        if least <= low and high <= most:
-            dtype = _numpy_type(label)
-            if offset is None:
-                return data.astype(dtype), None
-            is_integer = np.array_equal(offset, np.round(offset))
-            fits = is_integer and least <= offset.min() and offset.max() <= most
-            return data.astype(dtype), offset.astype(dtype if fits else np.float32)
-    raise ValueError(f"weights of {low} .. {high}, Core ML has integers of at most 8 bits")
-
-
-def _limits(label: str) -> tuple[int, int]:
-    """Return the smallest and largest value of an integer type."""
-    sign, _, bits = label.rpartition("int")
-    count_of_values = 2 ** int(bits)
-    return (0, count_of_values - 1) if sign else (-count_of_values // 2, count_of_values // 2 - 1)
-
-
-def _numpy_type(label: str) -> Any:
-    from coremltools.converters.mil.mil import types
-
-    return types.nptype_from_builtin(types.string_to_builtin(label))

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.conversion.delegation_tags import remove_tags, set_tag, tag_constants, tag_of
-from coreml_delegate.ops import Reason
+from coreml_delegate.lowering.delegation_tags import remove_tags, set_tag, tag_constants, tag_of
+from coreml_delegate.ops import Reason, ReasonCode, flops_of
 from coreml_delegate.ops.boundary import shared_across_partitions
+from coreml_delegate.ops.call import DECOMPRESS, target_name
+from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.partition.grouping.mutable_buffers import tag_states
-from coreml_delegate.partition.grouping.selection import Selection
 from coreml_delegate.partition.grouping.stages import Group, group_calls
 from coreml_delegate.partition.grouping.symbolic_sizes import stranded_sizes
+from coreml_delegate.partition.options import PartitionerOptions
+from coreml_delegate.partition.verdicts.parts import is_part
 from coreml_delegate.patches.torch import set_parts
-
-
-@dataclass(frozen=True, slots=True)
-class DataOwnership:
-    """The data inside Core ML models; all other data is passed to them.
-
-    Attributes:
-        constants: Whether parameters, unmutated buffers, and lifted constants are inside.
-        mutable_buffers: Whether mutable buffers are inside; see ``grouping.mutable_buffers``.
-    """
-
-    constants: bool = True
-    mutable_buffers: bool = True
 
 
 class Confirm(Protocol):
@@ -57,10 +47,8 @@ class Decision:
 def decide(
     program: ExportedProgram,
     refused: Mapping[Node, Reason],
+    options: PartitionerOptions,
     *,
-    constants: Collection[Node],
-    selection: Selection,
-    ownership: DataOwnership,
     confirm: Confirm,
     prefix: str = "",
 ) -> Decision:
@@ -69,14 +57,14 @@ def decide(
     Args:
         program: In edge dialect; it is tagged.
         refused: The calls refused so far, each with the reason.
-        constants: Placeholders that are inside every partition that uses them.
-        selection: The user's limits on partitions.
-        ownership: The data inside partitions.
+        options: The partitioner's: limits on partitions, and the data inside them.
         confirm: Called with the tags of the partitions until it refuses no more calls.
         prefix: Of the tags.
     """
     _copy_tables(program)
     refusals = dict(refused)
+    # These are inside every partition that uses them.
+    constants = stored_nodes(program) if options.take_over_constant_data else ()
     while True:
         possible = group_calls(program.graph, refusals.keys(), constants=constants)
         stranded = stranded_sizes(program.graph, possible) | shared_across_partitions(
@@ -85,11 +73,11 @@ def decide(
         if stranded:
             refusals.update(stranded)
             continue
-        groups, dropped = selection.apply(possible)
+        groups, dropped = _select(possible, options)
         tags = _tag_groups(program, groups, prefix)
-        if ownership.constants:
+        if options.take_over_constant_data:
             tag_constants(program)
-        if ownership.mutable_buffers:
+        if options.take_over_mutable_buffer:
             tag_states(program)
         failed = confirm(program, tags)
         if not failed:
@@ -129,3 +117,60 @@ def _tag_groups(program: ExportedProgram, groups: Sequence[Group], prefix: str) 
         if only is not None:
             set_tag(node, only)
     return tags
+
+
+# Selection of groups by size and estimated FLOPs
+
+
+def _select(
+    groups: Sequence[Group], options: PartitionerOptions
+) -> tuple[list[Group], dict[Node, Reason]]:
+    """Select groups within the user's limits on partitions.
+
+    Most estimated FLOPs win, then more operations, then the earlier group. A group that dequantizes
+    compressed weights is exempt from the limits, but counts: the CPU cannot run it.
+
+    Returns:
+        The selected groups, in order, and the calls of the other groups with the reasons.
+    """
+    exempt = {n for n, group in enumerate(groups) if any(map(_decompresses, group))}
+    smallest, most = options.min_partition_nodes, options.max_partitions
+    large = {n for n, group in enumerate(groups) if _operations(group) >= smallest}
+    ranked = sorted(sorted(large - exempt), key=lambda n: _value(groups[n]), reverse=True)
+    selected = exempt.union(ranked if most is None else ranked[: max(most - len(exempt), 0)])
+    dropped: dict[Node, Reason] = {}
+    for n, group in enumerate(groups):
+        if n not in selected:
+            reason = _too_small(group, smallest) if n not in large else _too_many(most)
+            dropped.update(dict.fromkeys(group, reason))
+    return [groups[n] for n in sorted(selected)], dropped
+
+
+def _too_small(group: Group, smallest: int) -> Reason:
+    return Reason(
+        ReasonCode.PARTITION_SIZE,
+        f"its partition would have {_operations(group)} operation(s), "
+        f"min_partition_nodes is {smallest}",
+        remedy="Lower min_partition_nodes",
+    )
+
+
+def _too_many(most: int | None) -> Reason:
+    return Reason(
+        ReasonCode.PARTITION_LIMIT,
+        f"its partition is not among the {most} of most FLOPs that max_partitions allows",
+        remedy="Raise max_partitions",
+    )
+
+
+def _decompresses(call: Node) -> bool:
+    return target_name(call.target) in DECOMPRESS
+
+
+def _operations(group: Group) -> int:
+    """Return the number of calls of a group, without parts."""
+    return sum(not is_part(node) for node in group)
+
+
+def _value(group: Group) -> tuple[int, int]:
+    return sum(map(flops_of, group)), _operations(group)

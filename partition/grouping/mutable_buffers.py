@@ -18,9 +18,9 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.conversion.delegation_tags import set_tag, tag_of
-from coreml_delegate.conversion.states import STATE_DTYPES, largest_integer
 from coreml_delegate.errors import ContractError
+from coreml_delegate.lowering.delegation_tags import set_tag, tag_of
+from coreml_delegate.lowering.states import STATE_DTYPES, largest_integer
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.targets import STATE_OPSET, Opset
 

@@ -22,8 +22,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from coreml_delegate.conversion.blob_cache import Sharing
 from coreml_delegate.errors import LoweringError, MissingKernelError, UnsupportedOperatorError
+from coreml_delegate.lowering.store import Sharing
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import GETITEM
 from coreml_delegate.partition.report.page import to_html

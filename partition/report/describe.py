@@ -12,18 +12,22 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from coreml_delegate.conversion.debug_handles import HANDLE
-from coreml_delegate.conversion.delegation_tags import tag_of
-from coreml_delegate.conversion.proof import ConversionProof
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes, Shape
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, is_unbounded
+from coreml_delegate.lowering.contract import (
+    SEVERAL_INPUTS_OPSET,
+    enumerated_inputs,
+    tensor_shapes,
+)
+from coreml_delegate.lowering.debug_handles import HANDLE
+from coreml_delegate.lowering.delegation_tags import tag_of
+from coreml_delegate.lowering.proof import ConversionProof
 from coreml_delegate.module_scope import scopes_of
-from coreml_delegate.ops import Reason, ReasonCode, flops_of
-from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops import Reason, ReasonCode, flops_of, record_of, required_opset
+from coreml_delegate.ops.call import OpCall, target_name
 from coreml_delegate.ops.constants import noted_folds, stored_nodes
 from coreml_delegate.ops.flops import bytes_of, tensors_of
 from coreml_delegate.partition.grouping.decision import Decision
-from coreml_delegate.partition.grouping.deployment import deployment_of
 from coreml_delegate.partition.grouping.mutable_buffers import (
     mutable_buffers,
     obstacles_to_states,
@@ -42,9 +46,15 @@ from coreml_delegate.partition.report.records import (
 )
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles
 from coreml_delegate.partition.verdicts.parts import is_part, owning_call
-from coreml_delegate.preprocess.enumerated_shapes import enumerated_inputs, tensor_shapes
 from coreml_delegate.source_lines import source_of
+from coreml_delegate.targets import STATE_OPSET, Opset
 
+# Causes of a deployment target.
+_REQUESTED = "minimum_deployment_target"
+_STATES = "mutable buffers as states"
+_NO_INPUTS = "a model without inputs"
+_SEVERAL_SHAPES = "enumerated shapes of several inputs"
+_SHARED = "weights shared by strategy POSITIONAL"
 # Reasons for calls of possible partitions that exceed the user's limits.
 _BEYOND_LIMITS = frozenset({ReasonCode.PARTITION_SIZE, ReasonCode.PARTITION_LIMIT})
 # A limit or exclusion by the user is one obstacle, for calls of any ops.
@@ -71,7 +81,7 @@ def describe(
         program,
         options,
         proof,
-        inside=constants if options.ownership.constants else frozenset(),
+        inside=constants if options.take_over_constant_data else frozenset(),
         states=states_by_tag(program),
     )
     obstacles_on_cpu = cpu_obstacles(node for node in calls if node in decision.refused)
@@ -84,7 +94,7 @@ def describe(
             _total_bytes(n for n in constants if any(tag_of(user) for user in n.users)),
             _total_bytes(n for n in constants if n.users),
         ),
-        buffers=tuple(_buffers(program, proof.values, take_over=options.ownership.mutable_buffers)),
+        buffers=tuple(_buffers(program, proof.values, options)),
         folds=tuple(FoldReport(n, *noted) for n, noted in sorted(noted_folds(calls).items())),
     )
 
@@ -93,9 +103,9 @@ def describe(
 
 
 def _buffers(
-    program: ExportedProgram, values: Mapping[str, torch.Tensor], *, take_over: bool
+    program: ExportedProgram, values: Mapping[str, torch.Tensor], options: PartitionerOptions
 ) -> Iterator[BufferReport]:
-    reasons = obstacles_to_states(program, take_over=take_over)
+    reasons = obstacles_to_states(program, take_over=bool(options.take_over_mutable_buffer))
     for buffer in mutable_buffers(program):
         value: torch.Tensor = buffer.node.meta["val"]
         reason = reasons.get(buffer.name, "")
@@ -194,20 +204,19 @@ class _Partitions:
         compiling = self.options.compiling
         enumerated = compiling.enumerated_shapes
         shapes = {} if enumerated is None else _enumerated_shapes(entering, enumerated)
-        deployment = deployment_of(
+        target, causes = self._target(
             group,
-            requested=compiling.deployment_target,
-            since=self.proof.since,
-            has_states=bool(states),
-            has_inputs=bool(entering),
-            has_several_shapes=len(shapes) > 1,
-            is_shared=self.options.shares_weights,
-            compression=compiling.compression_demand,
+            {
+                _STATES: bool(states),
+                _NO_INPUTS: not entering,
+                _SHARED: self.options.shares_weights,
+                _SEVERAL_SHAPES: len(shapes) > 1,
+            },
         )
         return PartitionReport(
             tag=tag,
-            target=deployment.target.name,
-            demanded_by=deployment.demanded_by,
+            target=target.name,
+            demanded_by=causes,
             nodes=len(group),
             ops=tuple(_most_frequent_first(Counter(target_name(node.target) for node in group))),
             flops=sum(map(flops_of, group)),
@@ -222,8 +231,46 @@ class _Partitions:
             ),
         )
 
+    def _target(
+        self, calls: Group, properties: Mapping[str, bool]
+    ) -> tuple[Opset, tuple[str, ...]]:
+        """Return the deployment target of a partition, and its causes.
+
+        Args:
+            calls: The calls of the partition, in graph order.
+            properties: Whether the partition has each property that may raise the target.
+
+        Returns:
+            The causes are ``minimum_deployment_target`` if requested; otherwise the distinct op
+            targets that need the target, in graph order, then the properties of the partition.
+            There are none for iOS15, the oldest target.
+        """
+        compiling = self.options.compiling
+        if compiling.deployment_target is not None:
+            return compiling.deployment_target, (_REQUESTED,)
+        demands = [(_describe_op(n), max(self.proof.since(n), required_opset([n]))) for n in calls]
+        demands += [
+            (cause, SEVERAL_INPUTS_OPSET if cause == _SEVERAL_SHAPES else STATE_OPSET)
+            for cause, is_present in properties.items()
+            if is_present
+        ]
+        if compiling.compression_demand is not None:
+            opset, cause = compiling.compression_demand
+            demands.append((cause, opset))
+        target = max((opset for _, opset in demands), default=Opset.iOS15)
+        causes = dict.fromkeys(cause for cause, opset in demands if opset is target)
+        return target, () if target is Opset.iOS15 else tuple(causes)
+
     def _is_data(self, value: Node) -> bool:
         return value in self.inside or value.op == "get_attr"
+
+
+def _describe_op(call: Node) -> str:
+    """Return the op of a call, with the feature that raises its opset, if any."""
+    name = target_name(call.target)
+    record = record_of(name)
+    demanded = None if record is None else record.demand(OpCall.of(call))
+    return name if demanded is None else f"{name} with {demanded[1]}"
 
 
 def _most_frequent_first(counts: Counter[str]) -> list[tuple[str, int]]:

@@ -68,7 +68,7 @@ class PartitionReport:
         tag: Delegation tag, numbered in execution order; partitions in branches of control flow
             come last, with the path of the branch as prefix.
         target: Its deployment target, for example ``iOS17``.
-        demanded_by: The causes of that target; see ``grouping.deployment``.
+        demanded_by: The causes of that target.
         nodes: Number of operations.
         ops: Count of each op, most frequent first.
         flops: Estimated operations.

@@ -10,18 +10,18 @@ import torch
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
-from coreml_delegate.conversion.subgraph import call_of, program_of
-from coreml_delegate.conversion.trial import signature_of
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.dynamic_shapes.symbols import input_tensors
 from coreml_delegate.errors import OptionError
+from coreml_delegate.lowering.contract import undetermined
+from coreml_delegate.lowering.subgraph import call_of, program_of
+from coreml_delegate.lowering.trial import signature_of
 from coreml_delegate.ops import Reason, ReasonCode, obstacle, obstacles_in, record_of
 from coreml_delegate.ops.call import CASTS, target_name
 from coreml_delegate.ops.constants import NOT_FOLDED
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.partition.verdicts.filters import Filters
-from coreml_delegate.preprocess.enumerated_shapes import undetermined
 from coreml_delegate.targets import Opset
 from coreml_delegate.transforms.half_precision import NARROW, promote_half_to_fp32
 

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     from coreml_delegate.caches import HOMELESS
-    from coreml_delegate.conversion.conversion_cache import FOLDER
     from coreml_delegate.formats.entry_cache import COMPILED, DEFAULT_LIMIT, CacheOptions
+    from coreml_delegate.lowering.store import FOLDER
     from coreml_delegate.runtime import native_files
 
     configured = CacheOptions.from_environment()

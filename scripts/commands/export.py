@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     assignment = quantization.assignment_of(args)
     quantization.check(args, assignment)
     with console.step("Importing ExecuTorch and coremltools"):
-        from coreml_delegate.lowering import export_model, lower_methods, plan
+        from coreml_delegate.partition.export import export_model, lower_methods, plan
         from coreml_delegate.scripts.inputs.source import load_source
     partitioner = _partitioner(args, assignment)
     with console.step(f"Loading {args.source}"):

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from coreml_delegate.caches import source_digest
+from coreml_delegate.caches import software, version_of
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts.sweeping.jobs import CONFIG_SUFFIX, Job
 
@@ -41,15 +41,9 @@ _PYTHON: Final = ".py"
 _PROCESSORS: Final = Path("/proc/cpuinfo")
 
 
-@functools.cache
 def environment() -> Mapping[str, str]:
     """Return the versions of the software that computes a result, and this package's digest."""
-    return {
-        _OWN: source_digest(_OWN),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        **{name: _version(name) for name in _DISTRIBUTIONS},
-    }
+    return software(_OWN, *_DISTRIBUTIONS)
 
 
 @functools.cache
@@ -69,13 +63,6 @@ def _processors() -> Iterator[str]:
                 yield name.strip()
     if name := platform.processor():
         yield name
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +203,7 @@ def _versions_of(packages: Collection[str]) -> dict[str, str]:
     """Return the versions of the distributions that installed ``packages``."""
     installed = _distributions()
     names = {name for package in packages for name in installed.get(package, ())}
-    return {name: _version(name) for name in sorted(names)}
+    return {name: version_of(name) for name in sorted(names)}
 
 
 @functools.cache

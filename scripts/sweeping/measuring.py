@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from coreml_delegate.formats.files import new_file
-from coreml_delegate.lowering import export_model, lower_methods
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
+from coreml_delegate.partition.export import export_model, lower_methods
 from coreml_delegate.quantization import QuantizationAssignment
 from coreml_delegate.quantization.apply import quantize_model
 from coreml_delegate.runtime import EngineOptions

@@ -32,7 +32,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime
 from coreml_delegate.compile_options import Precision
-from coreml_delegate.lowering import export_model, lower_methods
+from coreml_delegate.partition.export import export_model, lower_methods
 from coreml_delegate.quantization import QuantizationAssignment, mode_of
 from coreml_delegate.quantization.apply import quantize_model
 from coreml_delegate.quantization.configs import compile_keywords

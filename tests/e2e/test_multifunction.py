@@ -210,7 +210,7 @@ def test_without_a_target_positional_demands_one(monkeypatch):
 
 def test_without_a_strategy_no_target_is_demanded(caplog):
     methods = two()
-    with caplog.at_level(logging.INFO, "coreml_delegate.preprocess.multifunction"):
+    with caplog.at_level(logging.INFO, "coreml_delegate.lowering.multifunction"):
         lowered = lower_methods(methods, specs())
     reason = (
         "weights in common can be shared from iOS18 on, and this is lowered for iOS15; see "

@@ -174,7 +174,7 @@ class TestCompiledAheadOfTime:
         metadata = ModelMetadata("identifier", {"": MethodMetadata(("x",), ("y",))})
         blob = flatten({"metadata.json": metadata.encode(), "model.mlmodelc/model.mil": b"p"})
         monkeypatch.setattr(
-            "coreml_delegate.preprocess.multifunction.build_files",
+            "coreml_delegate.lowering.multifunction.build_files",
             lambda program, options: dict(unflatten(blob)),
         )
         results, _ = preprocess(two(), every=specs(model_type=self.COMPILED, **IOS18))

@@ -20,7 +20,7 @@ from torch import nn
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, dynamic_steps, runtime
 from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import UnsupportedOperatorError
-from coreml_delegate.placeholder_ops import PLACEHOLDER_OPS
+from coreml_delegate.opaque_ops.recurrent_layers import PLACEHOLDER_OPS
 from coreml_delegate.runtime.mil.program import Block
 from coreml_delegate.targets import Opset
 

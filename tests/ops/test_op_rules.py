@@ -17,7 +17,7 @@ from ops.op_samples.sample import Calls
 from support.sample_flows import Flow, assert_close, batch_outcome, batches, lower_and_run
 from torch.fx import Node
 
-from coreml_delegate.conversion import prepare
+from coreml_delegate.lowering import prepare
 from coreml_delegate.ops import RECORDS, Reason, obstacle, record_of
 from coreml_delegate.ops.call import OpCall
 from coreml_delegate.ops.constants import stored_nodes

@@ -57,7 +57,7 @@ def test_what_core_ml_takes_is_excepted(caplog):
 def test_what_stays_on_the_cpu_is_named_and_still_refused(caplog):
     program = exported(Cumulative())
     partitioner = CoreMLPartitioner()
-    with caplog.at_level(logging.WARNING, "coreml_delegate.partition.session"):
+    with caplog.at_level(logging.WARNING, "coreml_delegate.partition.partitioner"):
         config = partitioner.edge_compile_config(program)
     assert config._core_aten_ops_exception_list == [RAND]
     start = "ExecuTorch refuses aten.logcumsumexp.default, outside the core"

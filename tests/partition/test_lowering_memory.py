@@ -17,18 +17,19 @@ from coremltools.converters.mil import Builder
 from coremltools.converters.mil.mil import Program, types
 from coremltools.converters.mil.mil.passes.defs.quantization import FP16ComputePrecision
 from executorch.exir import to_edge
+from support.lowering import build_blob
 from torch import nn
 from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLBackend
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.conversion.debug_handles import handles_of, with_handles
 from coreml_delegate.formats import blob
 from coreml_delegate.formats.blob import Pieces, chunks_of, flatten, size_of, unflatten
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.lowering import build
+from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.patches.coremltools import overflows
-from coreml_delegate.preprocess import package
 
 
 def program() -> ExportedProgram:
@@ -120,7 +121,7 @@ def test_the_copy_for_preprocess_has_the_same_tensors() -> None:
         assert all(ours[name] is value for name, value in theirs.items())
     assert copied.graph_module is not edge.graph_module
     before = str(edge.graph)
-    package.build_files(copied, CompileOptions())
+    build.build_files(copied, CompileOptions())
     assert str(edge.graph) == before
 
 
@@ -148,7 +149,7 @@ def test_a_conversion_leaves_no_program_behind() -> None:
     gc.disable()
     others = _programs()  # of other tests, held so that no new one takes the place of one
     try:
-        package.build_files(edge, CompileOptions())
+        build.build_files(edge, CompileOptions())
         assert all(any(each is other for other in others) for each in _programs())
     finally:
         gc.enable()
@@ -159,10 +160,10 @@ def _programs() -> list[Program]:
 
 
 def test_large_files_stay_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    expected = package.build_blob(program(), CompileOptions())
-    monkeypatch.setattr(package, "_MAPPED", 64)
+    expected = build_blob(program(), CompileOptions())
+    monkeypatch.setattr(build, "_MAPPED", 64)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    files = package.build_files(program(), CompileOptions())
+    files = build.build_files(program(), CompileOptions())
     assert not list(tmp_path.iterdir())
     (weights,) = (content for name, content in files.items() if name.endswith("weight.bin"))
     assert isinstance(weights, memoryview)

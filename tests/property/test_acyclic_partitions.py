@@ -40,12 +40,11 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from coreml_delegate.compile_options import CompileOptions
-from coreml_delegate.conversion.blob_cache import fingerprint
-from coreml_delegate.conversion.delegation_tags import cut_partitions, tag_of
+from coreml_delegate.lowering.delegation_tags import cut_partitions, tag_of
+from coreml_delegate.lowering.store import fingerprint
 from coreml_delegate.ops import Reason, ReasonCode
-from coreml_delegate.ops.constants import stored_nodes
-from coreml_delegate.partition.grouping.decision import DataOwnership, decide
-from coreml_delegate.partition.grouping.selection import Selection
+from coreml_delegate.partition.grouping.decision import decide
+from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.verdicts.parts import refuse_results
 
 pytestmark = pytest.mark.property
@@ -210,13 +209,10 @@ class CutOut(BackendDetails):
 class Drawn(Partitioner):
     """A partitioner whose verdicts are given by the names of calls."""
 
-    def __init__(
-        self, refused_in: Mapping[str, int], selection: Selection, ownership: DataOwnership
-    ) -> None:
+    def __init__(self, refused_in: Mapping[str, int], options: PartitionerOptions) -> None:
         super().__init__()
         self._refused_in = refused_in
-        self._selection = selection
-        self._ownership = ownership
+        self._options = options
         self._round = 0
         self.confirmed: list[str] = []
 
@@ -228,20 +224,16 @@ class Drawn(Partitioner):
 
     def confirm(self, program: ExportedProgram, tags: Sequence[str]) -> dict[Node, Reason]:
         self._round += 1
-        subgraphs = cut_partitions(
-            program, tags, program.state_dict, constants_inside=self._ownership.constants
-        )
+        inside = self._options.take_over_constant_data
+        subgraphs = cut_partitions(program, tags, program.state_dict, constants_inside=inside)
         self.confirmed = [fingerprint(part, CompileOptions()) for part in subgraphs.values()]
         return {n: r for n, r in self.refused(program).items() if tag_of(n) in tags}
 
     def partition(self, exported_program: ExportedProgram) -> PartitionResult:
-        constants = stored_nodes(exported_program) if self._ownership.constants else ()
         decision = decide(
             exported_program,
             self.refused(exported_program),
-            constants=constants,
-            selection=self._selection,
-            ownership=self._ownership,
+            self._options,
             confirm=self.confirm,
         )
         delegation = DelegationSpec(CutOut.__name__, [])
@@ -287,8 +279,13 @@ SKETCHES = st.builds(
     st.lists(STEPS, min_size=1, max_size=30),
     st.lists(st.integers(0, 40), min_size=1, max_size=3),
 )
-SELECTIONS = st.builds(Selection, st.integers(1, 2), st.none() | st.integers(1, 3))
-OWNERSHIPS = st.builds(DataOwnership, st.sampled_from((True, True, False)), st.booleans())
+OPTIONS = st.builds(
+    PartitionerOptions,
+    min_partition_nodes=st.integers(1, 2),
+    max_partitions=st.none() | st.integers(1, 3),
+    take_over_constant_data=st.sampled_from((True, True, False)),
+    take_over_mutable_buffer=st.booleans(),
+)
 
 
 _WRITES_FIRST = Sketch(
@@ -299,13 +296,11 @@ _WRITES_FIRST = Sketch(
 
 
 @settings(deadline=None, max_examples=50)
-@given(SKETCHES, SELECTIONS, OWNERSHIPS)
-@example(_WRITES_FIRST, Selection(1, None), DataOwnership(constants=True, mutable_buffers=True))
-def test_partitions_can_be_cut_out(
-    sketch: Sketch, selection: Selection, ownership: DataOwnership
-) -> None:
+@given(SKETCHES, OPTIONS)
+@example(_WRITES_FIRST, PartitionerOptions())
+def test_partitions_can_be_cut_out(sketch: Sketch, options: PartitionerOptions) -> None:
     refused_in = {node.name: n for node, n in sketch.refused_in.items()}
-    partitioner = Drawn(refused_in, selection, ownership)
+    partitioner = Drawn(refused_in, options)
     program = sketch.program()
     inputs = [torch.rand(ELEMENTS) - 0.5 for spec in sketch.inputs if spec.target is None]
     expected = returned(program, inputs)

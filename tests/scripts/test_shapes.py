@@ -10,8 +10,9 @@ from support.command import MODELS, leftovers
 from support.tolerances import ATOL_RTOL
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from coreml_delegate import lowering, runtime
+from coreml_delegate import runtime
 from coreml_delegate.errors import InputError
+from coreml_delegate.partition import export as exporting
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.third_party import describe_error
 
@@ -145,7 +146,7 @@ def test_ranges_that_cannot_be_exported_are_refused(name, sizes, message, tmp_pa
 @pytest.mark.slow
 def test_sizes_that_executorch_fixes_are_an_error(monkeypatch, tmp_path, capsys):
     """A decomposition of ExecuTorch may fix a size; a patched lowering does so here."""
-    lower = lowering.to_edge_transform_and_lower
+    lower = exporting.to_edge_transform_and_lower
 
     def narrow(*args, **kwargs):
         edge = lower(*args, **kwargs)
@@ -153,7 +154,7 @@ def test_sizes_that_executorch_fixes_are_an_error(monkeypatch, tmp_path, capsys)
         ranges.update((symbol, ValueRanges(1, 2)) for symbol in list(ranges))
         return edge
 
-    monkeypatch.setattr(lowering, "to_edge_transform_and_lower", narrow)
+    monkeypatch.setattr(exporting, "to_edge_transform_and_lower", narrow)
     assert export_sized("recurrent", "--dynamic", "input:0=1..8") == 1
     assert capsys.readouterr().err == (
         "coreml-delegate: error: an operator of the model lets ExecuTorch take fewer sizes than "

@@ -44,7 +44,7 @@ def test_running_a_program_imports_nothing_that_lowers():
     code = (
         "import sys\n"
         "from coreml_delegate.scripts import programs, recordings, summary\n"
-        "print(sorted({'executorch.exir', 'coreml_delegate.conversion'} & set(sys.modules)))"
+        "print(sorted({'executorch.exir', 'coreml_delegate.lowering'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

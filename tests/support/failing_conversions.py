@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coreml_delegate.conversion import trial
+from coreml_delegate.lowering import trial
 from coreml_delegate.third_party import coremltools
 
 MESSAGE = "made to fail"

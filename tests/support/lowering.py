@@ -14,9 +14,13 @@ from executorch.exir import (
     to_edge_transform_and_lower,
 )
 from torch import nn
+from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
-from coreml_delegate.compile_options import Precision
+from coreml_delegate.compile_options import CompileOptions, Precision
+from coreml_delegate.formats.blob import flatten
+from coreml_delegate.lowering.build import build_files
+from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.ops.call import GETITEM, target_name
 from coreml_delegate.partition import DelegationReport
 
@@ -109,3 +113,9 @@ def lower_core_aten(module: nn.Module, inputs: Inputs, **options: Any) -> Lowere
 def reasons(report: DelegationReport) -> Mapping[str, str]:
     """The reason of each undelegated operator, by op."""
     return {n.op: str(n.reason) for n in report.undelegated}
+
+
+def build_blob(program: ExportedProgram, options: CompileOptions) -> bytes:
+    """Lower a subgraph to its blob."""
+    handles = handles_of(program)
+    return flatten(with_handles(build_files(program, options), handles))

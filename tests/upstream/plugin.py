@@ -42,7 +42,7 @@ _DIFFERENT = {
 # Of these, the subtests fail and the test as a whole does not, which no strict mark allows.
 _DIFFERENT_IN_SUBTESTS = frozenset({"test_minimum_deployment_target_validation"})
 # One of the tests listens to their logger.
-_LOGGERS = {f"{_BACKEND}.partition.coreml_partitioner": "coreml_delegate.partition.session"}
+_LOGGERS = {f"{_BACKEND}.partition.coreml_partitioner": "coreml_delegate.partition.partitioner"}
 # What the test modules set where programs can be executed.
 _RUNTIME_FLAGS = ("_TEST_RUNTIME", "IS_VALID_TEST_RUNTIME")
 

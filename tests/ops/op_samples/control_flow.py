@@ -9,7 +9,7 @@ import torch
 from ops.op_samples.sample import Rejected, accept, b, i, reject, x
 from torch import nn
 
-from coreml_delegate.control_flow import write_branches
+from coreml_delegate.opaque_ops.control_flow import write_branches
 from coreml_delegate.ops import ReasonCode
 
 _COND, _WHILE = "coreml_delegate.cond.default", "coreml_delegate.while_loop.default"

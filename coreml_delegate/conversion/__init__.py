@@ -1,1 +1,0 @@
-"""Subgraphs to Core ML models by coremltools: trials, rewrites, conversion, caches."""

@@ -1,0 +1,1 @@
+"""From a subgraph to the files of its blob: ``build.build_files`` has the steps, in order."""

@@ -1,0 +1,238 @@
+"""Compile options as keywords of ``coremltools.convert``, and as compression of its model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
+from coreml_delegate.errors import OptionError, near_matches
+from coreml_delegate.lowering.fp16 import fp16_selector
+from coreml_delegate.patches import patched
+from coreml_delegate.patches.coremltools import PALETTES_WITH_SCALES, mil_program
+from coreml_delegate.third_party import coremltools
+from coreml_delegate.weight_compression import (
+    KINDS,
+    LINEAR,
+    LINEAR_OPTION,
+    OPTION,
+    Stage,
+    config_of,
+    configs_in,
+)
+
+# With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
+# for any values: apple/coremltools#2222, apple/coremltools#2626.
+_EXCLUDED_PASSES = {"common::add_int16_cast"}
+
+
+def check_accepted(options: CompileOptions) -> None:
+    """Check that coremltools accepts the options.
+
+    Raises:
+        OptionError: Coremltools does not know a graph pass or MIL op, or does not take a
+            compression of weights.
+    """
+    ct = coremltools()
+    _pipeline(ct, options)
+    _precision(ct, options, frozenset())
+    compression_passes(ct, options)
+
+
+def convert_keywords(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> dict[str, Any]:
+    """Return the keywords for ``coremltools.convert``.
+
+    Args:
+        ct: Coremltools.
+        options: How to lower.
+        in_fp32: Debug handles of the calls that stay in fp32.
+
+    Raises:
+        OptionError: Coremltools does not know a graph pass or MIL op.
+    """
+    target = options.deployment_target
+    return {
+        "source": "pytorch",
+        "convert_to": "mlprogram",
+        "minimum_deployment_target": None if target is None else ct.target(int(target)),
+        "compute_units": ct.ComputeUnit[options.compute_unit.name],
+        "pass_pipeline": _pipeline(ct, options),
+        "compute_precision": _precision(ct, options, in_fp32),
+        # Ahead-of-time compilation needs loading, which is only possible with Core ML.
+        "skip_model_load": options.model_type is not ModelType.COMPILED_MODEL,
+    }
+
+
+def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any:
+    """Return coremltools' precision, or its fp16 transform if ops stay in fp32."""
+    keep = options.keep_fp32
+    if options.precision is not Precision.FLOAT16 or not (keep.ops or in_fp32):
+        return ct.precision(options.precision.value)
+    from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
+
+    core_ops = SSAOpRegistry.core_ops
+    for name in keep.ops:
+        if name not in core_ops:
+            raise OptionError(
+                "keep_fp32 names an unknown MIL op",
+                got=repr(name),
+                expected=near_matches(name, core_ops, ""),
+            )
+    return ct.transform.FP16ComputePrecision(op_selector=fp16_selector(keep, in_fp32))
+
+
+def _pipeline(ct: Any, options: CompileOptions) -> Any:
+    if options.pass_names is not None:
+        return pass_pipeline(options.pass_names)
+    pipeline = ct.PassPipeline.DEFAULT
+    pipeline.remove_passes(_EXCLUDED_PASSES)
+    return pipeline
+
+
+def pass_pipeline(pass_names: Sequence[str]) -> Any:
+    """Return coremltools' ``PassPipeline`` with these passes.
+
+    Raises:
+        OptionError: A pass is unknown.
+    """
+    ct = coremltools()
+    passes = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
+    for name in pass_names:
+        if name not in passes:
+            raise OptionError(
+                "unknown coremltools pass",
+                got=repr(name),
+                expected=near_matches(name, passes, ""),
+            )
+    return ct.PassPipeline(list(pass_names), pipeline_name="coreml_delegate")
+
+
+# Compression of a converted model's weights
+
+Compress = Callable[[Any], Any]
+"""Takes an ``MLModel`` and returns it with compressed weights."""
+
+
+def compression_passes(ct: Any, options: CompileOptions) -> list[Compress]:
+    """Return the compression passes to apply to a converted model, in order.
+
+    Args:
+        ct: Coremltools.
+        options: How to lower.
+
+    Raises:
+        OptionError: Coremltools does not take a value. The passes raise it for a weight of several
+            ops with different configurations.
+    """
+    optimize = ct.optimize.coreml
+    stages: list[tuple[Stage, str]] = []
+    if options.op_linear_quantizer_config is not None:
+        # Embedding tables (gather) keep their precision, as in ExecuTorch's own backend.
+        stage = {
+            "config_type": LINEAR,
+            "global_config": options.op_linear_quantizer_config,
+            "op_type_configs": {"gather": None},
+        }
+        stages.append((stage, LINEAR_OPTION))
+    stages.extend((stage, OPTION) for stage in options.weight_compression or ())
+    for stage, option in stages:
+        _config(optimize, stage, option)
+    # Later stages compress the result of earlier stages further, rather than skip it.
+    return [
+        partial(_compress, optimize, stage, option, {"joint_compression": True} if i else {})
+        for i, (stage, option) in enumerate(stages)
+    ]
+
+
+def linear_config(keywords: Mapping[str, Any]) -> Any:
+    """Return coremltools' ``OpLinearQuantizerConfig`` with these keywords.
+
+    Raises:
+        OptionError: See ``compression_passes``.
+    """
+    stage = {"config_type": LINEAR, "global_config": keywords}
+    return _config(coremltools().optimize.coreml, stage, LINEAR_OPTION).global_config
+
+
+def _compress(
+    optimize: Any, stage: Stage, option: str, keywords: Mapping[str, Any], model: Any
+) -> Any:
+    kind, _ = next(configs_in(stage))
+    apply = getattr(optimize, KINDS[kind].function)
+    names = {**(stage.get("op_name_configs") or {}), **_shared_weights(model, stage, option)}
+    config = _config(optimize, {**stage, "op_name_configs": names}, option)
+    scaled = any(c.get("enable_per_channel_scale") for _, c in configs_in(stage))
+    with patched(*(PALETTES_WITH_SCALES if scaled else ())):
+        return apply(model, config=config, **keywords)
+
+
+def _shared_weights(model: Any, stage: Stage, option: str) -> dict[str, Mapping[str, Any] | None]:
+    """Return configurations, by name, of weights whose users have different configurations.
+
+    Coremltools refuses such a weight, and with it the model. Here, a weight is compressed if one
+    user has a configuration and the other users have not: an embedding table tied to the output
+    layer.
+
+    Raises:
+        OptionError: Two users have different configurations.
+    """
+    configs_by_name: dict[str, Mapping[str, Any] | None] = {}
+    for op in _constants(mil_program(model)):
+        users = [user for output in op.outputs for user in output.child_ops]
+        configs = [config_of(stage, user.op_type, user.name) for user in users]
+        if op.name in (stage.get("op_name_configs") or {}) or all(c == configs[0] for c in configs):
+            continue
+        distinct = [c for i, c in enumerate(configs) if c is not None and c not in configs[:i]]
+        if len(distinct) == 1:
+            configs_by_name[op.name] = distinct[0]
+        elif not _is_compressed(op, distinct):
+            configs_by_name[op.name] = None
+        else:
+            names = " and ".join(f"{user.op_type} {user.name!r}" for user in users)
+            raise OptionError(
+                f"{option} asks for different compressions of one weight",
+                got=f"{op.name!r}, which is read by {names}",
+                expected="one for all that read it",
+                remedy=f"Say in 'op_name_configs' what becomes of {op.name!r}",
+            )
+    return configs_by_name
+
+
+def _constants(program: Any) -> Iterator[Any]:
+    """Yield constant ops without ``constexpr_`` users."""
+    for function in program.functions.values():
+        for op in function.operations:
+            if op.op_type == "const" or op.op_type.startswith("constexpr_"):
+                users = [user for output in op.outputs for user in output.child_ops]
+                if not any(user.op_type.startswith("constexpr_") for user in users):
+                    yield op
+
+
+def _is_compressed(op: Any, configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a constant is larger than the threshold of a configuration."""
+    shape = op.outputs[0].shape
+    smallest = min(config.get("weight_threshold", 2048) for config in configs)
+    return len(shape) > 1 and math.prod(shape) > smallest
+
+
+def _config(optimize: Any, stage: Stage, option: str) -> Any:
+    stage_copy = copy.deepcopy(dict(stage))  # coremltools removes its items
+    try:
+        return optimize.OptimizationConfig.from_dict(stage_copy)
+    except Exception as error:
+        raise OptionError(
+            f"coremltools does not accept {option}",
+            got=f"{dict(stage)} ({'; '.join(_messages(error))})",
+        ) from error
+
+
+def _messages(error: BaseException) -> Iterator[str]:
+    """Yield the messages of an error, or of the errors that it groups."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _messages(inner)
+    else:
+        yield f"{type(error).__name__}: {error}"

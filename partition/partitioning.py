@@ -1,0 +1,312 @@
+"""``Partitioning``: of one program, from verdicts on its calls to the report."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from executorch.exir.passes.remove_graph_asserts_pass import RemoveGraphAssertsPass
+from torch.export import ExportedProgram, default_decompositions
+from torch.fx import GraphModule, Node
+
+from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.lowering.delegation_tags import tag_of
+from coreml_delegate.lowering.proof import ConversionProof
+from coreml_delegate.lowering.store import CachedBlob
+from coreml_delegate.opaque_ops import restore_refused
+from coreml_delegate.opaque_ops.compressed_weights import require_target, unwrap_tensor_subclasses
+from coreml_delegate.opaque_ops.control_flow import Lowered, protect_control_flow, with_constants
+from coreml_delegate.opaque_ops.recurrent_layers import protect_recurrent_layers
+from coreml_delegate.ops import Reason, record_of, required_opset
+from coreml_delegate.ops.boundary import is_row_major
+from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops.constants import NO_INPUTS, Inputs
+from coreml_delegate.ops.flops import tensors_of
+from coreml_delegate.ops.integer_ranges import WideIntegers
+from coreml_delegate.partition.grouping.decision import decide
+from coreml_delegate.partition.grouping.mutable_buffers import (
+    check_state_target,
+    keep_initial_values,
+    states_by_tag,
+)
+from coreml_delegate.partition.options import PartitionerOptions
+from coreml_delegate.partition.report import DelegationReport, describe
+from coreml_delegate.partition.undelegated import decompose_calls
+from coreml_delegate.partition.verdicts.cpu_kernels import is_composite, register_kernels
+from coreml_delegate.partition.verdicts.filters import ExcludedCalls
+from coreml_delegate.partition.verdicts.operator_support import refused_calls, refused_one_by_one
+from coreml_delegate.partition.verdicts.parts import refuse_results
+from coreml_delegate.patches import patched
+from coreml_delegate.patches.torch import SKIP_GUARD_CODE, OpOverload
+from coreml_delegate.targets import STATE_OPSET
+from coreml_delegate.transforms.complex_numbers import split_complex_numbers
+from coreml_delegate.transforms.constant_folding import fold_constants
+from coreml_delegate.transforms.executorch_gaps import (
+    decompose_custom_ops,
+    drop_assertions,
+    drop_empty_parts,
+    drop_linear_algebra_checks,
+    drop_text_results,
+    name_values,
+)
+from coreml_delegate.transforms.half_precision import promote_half_to_fp32
+
+_INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
+"""Applied once to a program, before its control flow."""
+
+_TRANSFORMS = (
+    decompose_custom_ops,
+    drop_empty_parts,
+    protect_recurrent_layers,
+    unwrap_tensor_subclasses,
+    split_complex_numbers,
+    drop_linear_algebra_checks,
+    promote_half_to_fp32,
+)
+"""Applied to a program and to branches, in this order, before ExecuTorch decomposes them.
+
+Constants are folded before, in the dtypes of the model, and after, for dtypes without kernels.
+"""
+
+_LOCK = threading.RLock()
+"""Held while a program is partitioned: all partitioners share the caches of verdicts and blobs."""
+
+
+def transform(program: ExportedProgram, options: PartitionerOptions) -> ExportedProgram:
+    """Return a program in fp32, with plain tensors and containers, without assertions.
+
+    Args:
+        program: In ATen dialect, before decomposition; it is not changed.
+        options: The partitioner's.
+    """
+    for rewrite in _INTERFACE_TRANSFORMS:
+        program = rewrite(program)
+    return _transform(program, options)
+
+
+def _transform(
+    program: ExportedProgram,
+    options: PartitionerOptions,
+    inputs: Inputs = NO_INPUTS,
+) -> ExportedProgram:
+    target, constants_inside = options.compiling.deployment_target, options.take_over_constant_data
+    fold = partial(
+        fold_constants, refused=partial(refused_one_by_one, target=target), inputs=inputs
+    )
+    folded = fold(program)
+    program = protect_control_flow(
+        folded, partial(_lower_branch, options), options.filters.refusal, inputs
+    )
+    for rewrite in _TRANSFORMS:
+        program = rewrite(program)
+    if program is not folded:
+        program = fold(program)
+    return restore_refused(
+        program, target, veto=options.filters.refusal, constants_inside=constants_inside
+    )
+
+
+def _lower_branch(
+    options: PartitionerOptions, branch: ExportedProgram, constants: Inputs
+) -> Lowered:
+    """Lower a branch of control flow as ExecuTorch does; see ``LowerBranch``."""
+    branch = _transform(branch, options, constants).run_decompositions({})
+    wide, excluded = WideIntegers(), ExcludedCalls()
+
+    def judged(program: ExportedProgram) -> Partitioning:
+        return Partitioning(with_constants(program, constants), options, wide, excluded)
+
+    table = default_decompositions()
+    refused = judged(branch).excluded_calls()
+    if not refused:
+        for op in judged(branch).ops_to_preserve():
+            table.pop(op, None)
+        branch = branch.run_decompositions(table)
+        # Torch adds dtype assertions to casts; ExecuTorch removes them only at the root.
+        RemoveGraphAssertsPass()(branch.graph_module)
+        refused = judged(branch).refusals()
+    for node, reason in refused.items():
+        return replace(reason, text=f"{target_name(node.target)}: {reason.text}")
+    return branch
+
+
+@contextmanager
+def _partitioning() -> Generator[None]:
+    with _LOCK, patched(SKIP_GUARD_CODE):
+        yield
+
+
+class Partitioning:
+    """The partitioning of one program, or of one branch of its control flow.
+
+    Args:
+        program: In ATen dialect to ask for ops to preserve, in edge dialect to partition.
+        options: The partitioner's.
+        wide: Integers beyond int32, noted from the program in ATen dialect.
+        excluded: Composite calls that the user excludes, noted from the program in ATen dialect.
+
+    Attributes:
+        compile_options: The compile options of each partition, by tag.
+    """
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        options: PartitionerOptions,
+        wide: WideIntegers,
+        excluded: ExcludedCalls,
+    ) -> None:
+        self._program = program
+        self._options = options
+        self._target = options.compiling.deployment_target
+        self._wide = wide
+        self._excluded = excluded
+        self._filters = options.filters.with_filter(excluded)
+        self._proof = ConversionProof(program, constants_inside=options.take_over_constant_data)
+        self.compile_options: Mapping[str, CompileOptions] = {}
+
+    @property
+    def blobs(self) -> Mapping[str, CachedBlob]:
+        """The cached blobs of partitions, by tag; ``preprocess`` finds them while referenced."""
+        return self._proof.blobs
+
+    @_partitioning()
+    def ops_to_preserve(self) -> set[OpOverload]:
+        """Return the composite ops to protect from decomposition.
+
+        These are the ops that Core ML has as one op and takes at every call, and the ops of calls
+        that the user excludes. Refused calls of the latter are decomposed in the program.
+        """
+        refused = self.refusals(_is_preserved)
+        excluded = self.excluded_calls()
+        for call, reason in excluded.items():
+            self._excluded.note(call, reason)
+        unfit = [
+            node
+            for node in self._program.graph.nodes
+            if (node in refused or not _is_preserved(node)) and node not in excluded
+        ]
+        ops: set[Any] = {n.target for n in self._program.graph.nodes if n.op == "call_function"}
+        with_excluded_calls: set[Any] = {
+            call.target for call in excluded if self._keeps_op_whole(call)
+        }
+        fully_taken = {op for op in ops if isinstance(op, OpOverload)} - {
+            call.target for call in unfit
+        }
+        if calls_to_decompose := [call for call in unfit if call.target in with_excluded_calls]:
+            decompose_calls(calls_to_decompose, self._program)
+        return with_excluded_calls | fully_taken
+
+    def _keeps_op_whole(self, call: Node) -> bool:
+        """Return whether a call that the user excludes protects its op from decomposition.
+
+        Few partitioners look into branches, and ExecuTorch fails at a preserved op there. A
+        recurrent layer would have results of another layout, which Core ML does not take.
+        """
+        results = tensors_of(call.meta["val"])
+        return call.graph is self._program.graph and all(map(is_row_major, results))
+
+    def excluded_calls(self) -> dict[Node, Reason]:
+        """Return the composite calls that the user excludes, also in branches."""
+        modules = [m for m in self._program.graph_module.modules() if isinstance(m, GraphModule)]
+        calls = (
+            node
+            for module in modules
+            for node in module.graph.nodes
+            if isinstance(node.target, OpOverload) and is_composite(node.target)
+        )
+        reasons = ((call, self._filters.refusal(call)) for call in calls)
+        return {call: reason for call, reason in reasons if reason is not None}
+
+    @_partitioning()
+    def tag(self, *, prefix: str = "") -> DelegationReport:
+        """Tag the calls that Core ML takes, and report on every call.
+
+        Args:
+            prefix: Of the tags.
+
+        Raises:
+            OptionError: The enumerated shapes are of another program.
+            ContractError: Mutable buffers would become states, which the target lacks.
+        """
+        program = self._program
+        refused = self.refusals()
+        require_target(refused)
+        decision = decide(
+            program,
+            refused,
+            self._options,
+            confirm=self._confirm,
+            prefix=prefix,
+        )
+        keep_initial_values(program, self._proof.values)
+        register_kernels(target_name(node.target) for node in decision.refused)
+        self.compile_options = self._options_by_tag(decision.partitions)
+        return describe(program, decision, self._options, self._proof)
+
+    def refusals(self, only: Callable[[Node], bool] | None = None) -> dict[Node, Reason]:
+        """Return the calls refused by the rules, the user, or a trial, with the reasons.
+
+        Args:
+            only: Returns true for the calls to try; None for all calls.
+        """
+        refused = refused_calls(
+            self._program,
+            self._target,
+            filters=self._filters,
+            wide=self._wide,
+            values=self._proof.values,
+            constants_inside=self._options.take_over_constant_data,
+            enumerated=self._options.compiling.enumerated_shapes,
+        )
+        accepted = [
+            node
+            for node in self._program.graph.nodes
+            if node.op == "call_function" and node not in refused and (only is None or only(node))
+        ]
+        failed = self._proof.untranslatable_calls(accepted, self._target)
+        return {**refused, **refuse_results(failed)}
+
+    def _confirm(self, program: ExportedProgram, tags: Sequence[str]) -> Mapping[Node, Reason]:
+        """Return the calls at fault for partitions that do not convert."""
+        check_state_target(program, self._target)
+        groups: dict[str, list[Node]] = {tag: [] for tag in tags}
+        for node in program.graph.nodes:
+            if node.op == "call_function" and tag_of(node) in groups:
+                groups[str(tag_of(node))].append(node)
+        return refuse_results(self._proof.unconvertible_calls(self._options_by_tag(groups)))
+
+    def _options_by_tag(
+        self, partitions: Mapping[str, Sequence[Node]]
+    ) -> dict[str, CompileOptions]:
+        """Return the compile options of each partition of the tagged program."""
+        with_states = states_by_tag(self._program).keys()
+        return {
+            tag: self._options_for(calls, has_states=tag in with_states)
+            for tag, calls in partitions.items()
+        }
+
+    def _options_for(self, calls: Sequence[Node], *, has_states: bool) -> CompileOptions:
+        options, keep_fp32 = self._options.compiling, self._options.keep_fp32
+        is_shared = self._options.shares_weights
+        translated = max((options.oldest_for_compression, *map(self._proof.since, calls)))
+        required = required_opset(calls)
+        # preprocess determines the target that rules and boundary demand.
+        if options.deployment_target is None and (translated > required or is_shared):
+            needed_target = (
+                max(translated, required, STATE_OPSET) if is_shared or has_states else translated
+            )
+            options = replace(options, deployment_target=needed_target)
+        if keep_fp32 is not None:
+            nodes = tuple(sorted(call.name for call in calls if keep_fp32(call)))
+            options = replace(options, keep_fp32=replace(options.keep_fp32, nodes=nodes))
+        return options
+
+
+def _is_preserved(node: Node) -> bool:
+    record = record_of(target_name(node.target)) if node.op == "call_function" else None
+    return record is not None and record.preserve

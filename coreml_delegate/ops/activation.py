@@ -82,36 +82,26 @@ def _log_softmax(node: Node) -> None:
 
 
 def _softplus(node: Node) -> None:
-    """``relu(x) + softplus(-beta * abs(x)) / beta``; above the threshold ``relu(x)``.
+    """``softplus(beta * x) / beta``; ``x`` above the threshold.
 
     Coremltools overlooks the threshold: apple/coremltools#2725.
     """
     arguments = arguments_of(node)
     x, beta, threshold = (arguments[n] for n in ("self", "beta", "threshold"))
+    if beta == 1 and threshold >= _NEGLIGIBLE_FROM:
+        return
     scaled = x if beta == 1 else insert(node, ATEN.mul.Scalar, x, float(beta))
-    formula = _softplus_formula(node, scaled)
-    if threshold < _NEGLIGIBLE_FROM:
-        below = insert(node, ATEN.le.Scalar, scaled, float(threshold))
-        formula = insert(node, ATEN.mul.Tensor, formula, cast(node, below, value_of(node).dtype))
+    formula = insert(node, ATEN.softplus.default, scaled)
     if beta != 1:
         formula = insert(node, ATEN.mul.Scalar, formula, 1.0 / beta)
-    become(node, ATEN.add.Tensor, insert(node, ATEN.relu.default, x), formula)
-
-
-def _softplus_formula(node: Node, x: Node) -> Node:
-    """``softplus(x) - relu(x)``, computed as ``softplus(-abs(x))``.
-
-    The Neural Engine's softplus of large numbers is zero in fp16: apple/coremltools#2687.
-    """
-    negative = insert(node, ATEN.mul.Scalar, insert(node, ATEN.abs.default, x), -1.0)
-    return insert(node, ATEN.softplus.default, negative)
+    above = insert(node, ATEN.gt.Scalar, scaled, float(min(threshold, _NEGLIGIBLE_FROM)))
+    become(node, ATEN.where.self, above, x, formula)
 
 
 def _mish(node: Node) -> None:
     """``x * tanh(softplus(x))``."""
     x = arguments_of(node)["self"]
-    relu = insert(node, ATEN.relu.default, x)
-    softplus = insert(node, ATEN.add.Tensor, relu, _softplus_formula(node, x))
+    softplus = insert(node, ATEN.softplus.default, x)
     become(node, ATEN.mul.Tensor, x, insert(node, ATEN.tanh.default, softplus))
 
 

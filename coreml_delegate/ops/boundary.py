@@ -23,6 +23,7 @@ from coreml_delegate.ops.call import (
     ReasonCode,
     overload_of,
     target_name,
+    unwrap_edge_op,
 )
 from coreml_delegate.patches.torch import OpOverload
 
@@ -96,7 +97,8 @@ def _tensors_that_cannot_cross(
         is_input = node.op == "placeholder" and node.name in inputs
         if value.dim() > MAX_RANK and (is_input or node.op == "call_function"):
             yield node, ReasonCode.RANK, f"{node.name!r} has rank {value.dim()}", None
-        is_cpu_result = node in on_cpu and not _is_view(node)
+        # A call in ATen dialect may be decomposed yet: its parts decide on the layout.
+        is_cpu_result = node in on_cpu and not _is_view(node) and _is_edge(node)
         has_strided_input = any(source in strided for source in node.all_input_nodes)
         may_be_strided = is_input or has_strided_input or is_cpu_result or _demands_layout(node)
         if may_be_strided and _dim_order(node) is not None:
@@ -109,6 +111,10 @@ def _producers_and_users(value: Node) -> list[Node]:
     """Return the calls that produce or use a tensor."""
     producers = [value.args[0]] if target_name(value.target) == GETITEM else []
     return [*(node for node in producers if isinstance(node, Node)), value, *value.users]
+
+
+def _is_edge(node: Node) -> bool:
+    return unwrap_edge_op(node.target) is not node.target
 
 
 def _is_view(node: Node) -> bool:

@@ -234,7 +234,7 @@ RECORDS = (
         issues(EXECUTORCH, 19523, 8641, 21559),
         "A root mean square that is written out overflowed in fp16, and the norm was zero",
         Here.REPAIRED,
-        "what is squared is scaled first, and epsilon with it",
+        "the norm is Core ML's layer norm of `[x, -x]`",
         tuple(
             case(
                 lambda v, g, square=square: v * torch.rsqrt(square(v).mean(-1, True) + 1e-6) * g,

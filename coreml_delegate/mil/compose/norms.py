@@ -56,10 +56,12 @@ class Norm:
             parameters: ``gamma``, or ``gamma`` and ``beta``, or neither: arrays of ``shape``.
             keywords: ``name`` of the result, ``before_op``: where to insert the ops.
         """
-        from coremltools.converters.mil.mil import Builder as mb
+        from coremltools.converters.mil.mil import Builder
         from coremltools.converters.mil.mil.types import nptype_from_builtin
 
-        number, rank, k = nptype_from_builtin(self.x.dtype), self.x.rank, self.operand_scale
+        mb: Any = Builder
+        number: Any = nptype_from_builtin(self.x.dtype)
+        rank, width, k = self.x.rank, self.shape[-1], self.operand_scale
         order = [*(axis for axis in range(rank) if axis not in self.axes), *self.axes]
         is_last = order == list(range(rank))
         steps: list[tuple[Any, dict[str, Any]]] = []
@@ -68,13 +70,15 @@ class Norm:
         if self.is_centred:
             steps += [(mb.mul, {"y": number(k)})] if k != 1 else []
         else:
-            width = self.shape[-1]
             steps += [(lambda x, **keywords: mb.concat(values=[x, x], **keywords), {"axis": -1})]
             steps += [(mb.mul, {"y": np.repeat(np.array([k, -k], number), width)})]
             parameters = {n: np.concatenate([p, p], axis=-1) for n, p in parameters.items()}
-        arguments = {name: np.asarray(value, number) for name, value in parameters.items()}
-        arguments["axes"] = list(range(-len(self.axes), 0))
-        steps += [(mb.layer_norm, {**arguments, "epsilon": number(self.epsilon * k * k)})]
+        norm = {
+            "axes": list(range(-len(self.axes), 0)),
+            "epsilon": number(self.epsilon * k * k),
+            **{name: np.asarray(value, number) for name, value in parameters.items()},
+        }
+        steps += [(mb.layer_norm, norm)]
         if not self.is_centred:
             ends = {"end": [0] * (rank - 1) + [width], "end_mask": [True] * (rank - 1) + [False]}
             steps += [(mb.slice_by_index, {"begin": [0] * rank, **ends})]

@@ -18,6 +18,9 @@ instead of the product, which may have overflowed: ultralytics/ultralytics#24990
 **Masks** add the smallest number of fp32 to scores, which is minus infinity in fp16: in a row that
 is masked completely softmax divides zero by zero, and a product with a mask of ones and zeros turns
 zeros into NaN. Such values are clamped to the range of fp16.
+
+**Softplus** of numbers beyond about 10 is zero on the neural engine: apple/coremltools#2687. There
+``log(1 + exp(x))`` is ``x`` in fp16.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def keep_in_fp16_range(program: Any, may_cast: Selector) -> None:
 
 def _rewrite(block: Any, may_cast: Selector) -> None:
     with block:
-        for rewrite in (_scale_before_product, _bound_factors, _bound_scores, _rewrite_root):
+        for rewrite in _REWRITES:
             for op in list(block.operations):
                 if op.enclosing_block is not None:  # otherwise a rewrite has removed it
                     rewrite(op, may_cast)
@@ -82,11 +85,13 @@ def _made_by(var: Any, *types: str) -> Any:
 
 
 def _number(var: Any) -> float | None:
-    """Return the only element of a constant, or None."""
+    """Return the number that every element of a constant has; None for other variables."""
     value = None if var is None else var.val
-    if value is None or isinstance(value, str | bool) or np.size(value) != 1:
+    if value is None or isinstance(value, str | bool) or not np.size(value):
         return None
-    return float(np.asarray(value).item())
+    array = np.asarray(value)
+    first, last = array.flat[0], array.flat[-1]
+    return float(first) if first == last and (array == first).all() else None
 
 
 def _is_fp32(var: Any) -> bool:
@@ -109,6 +114,7 @@ class _Root:
         reduction: The op that sums or averages the squares.
         x: The squared tensor.
         axes: The reduced axes, in ascending order.
+        is_kept: Whether these axes are kept, with size 1.
         factor: Factor of the reduction, a scalar variable; None for 1.
         is_divided: Whether the reduction is divided by the factor.
         epsilon: Summand to the squares, at least 0.
@@ -119,6 +125,7 @@ class _Root:
     reduction: Any
     x: Any
     axes: tuple[int, ...]
+    is_kept: bool
     factor: Any
     is_divided: bool
     epsilon: float
@@ -145,24 +152,19 @@ class _Root:
     @property
     def is_aligned(self) -> bool:
         """Whether the root broadcasts to the rows of ``x`` that it was computed from."""
-        return bool(self.reduction.keep_dims.val) or len(self.axes) == self.x.rank
+        return self.is_kept or len(self.axes) == self.x.rank
 
     def quotients(self) -> list[Any]:
-        """Return the ops that compute ``x / sqrt(...)``."""
+        """Return the ops of the same block that compute ``x / sqrt(...)``."""
         root = self.op.outputs[0]
-        if not self.is_aligned:
-            return []
-        if self.is_inverse:
-            return [
-                user
-                for user in root.child_ops
-                if user.op_type == "mul" and {user.x, user.y} == {self.x, root}
-            ]
-        return [
+        kind = "mul" if self.is_inverse else "real_div"
+        users = [
             user
             for user in root.child_ops
-            if user.op_type == "real_div" and user.x is self.x and user.y is root
+            if user.op_type == kind and user.enclosing_block is self.op.enclosing_block
         ]
+        pairs = [(self.x, root), (root, self.x)] if self.is_inverse else [(self.x, root)]
+        return [user for user in users if self.is_aligned and (user.x, user.y) in pairs]
 
 
 def _rewrite_root(op: Any, may_cast: Selector) -> None:
@@ -193,14 +195,22 @@ def _match_root(op: Any) -> _Root | None:
         total, factor = product.x, product.y
         if not is_divided and _number(total) is not None:
             total, factor = factor, total
-        if math.prod(factor.shape) != 1:
+        is_number = _number(factor) is not None or math.prod(factor.shape) == 1
+        if not is_number or product.outputs[0].shape != total.shape:
             return None
-    reduction = _made_by(total, "reduce_mean", "reduce_sum", "reduce_sum_square")
+    view = _made_by(total, "expand_dims", "reshape")
+    reduced = total if view is None else view.x
+    reduction = _made_by(reduced, "reduce_mean", "reduce_sum", "reduce_sum_square")
     x = None if reduction is None else _squared(reduction)
     axes = None if x is None else _axes(reduction, x.rank)
-    if axes is None:
+    if x is None or axes is None:
         return None
-    return _Root(op, power < 0, reduction, x, axes, factor, is_divided, epsilon)
+    kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    if view is not None and total.shape != kept:
+        return None
+    return _Root(
+        op, power < 0, reduction, x, axes, total.shape == kept, factor, is_divided, epsilon
+    )
 
 
 def _without_epsilon(total: Any) -> tuple[Any, float]:
@@ -210,7 +220,7 @@ def _without_epsilon(total: Any) -> tuple[Any, float]:
         ((addition.x, addition.y), (addition.y, addition.x)) if addition else ()
     ):
         number = _number(summand)
-        if number is not None and number > 0:
+        if number is not None and number > 0 and squares.shape == total.shape:
             return squares, number
     return total, 0.0
 
@@ -256,20 +266,21 @@ def _source_of_deviations(root: _Root) -> Any:
 
 def _replace_by_layer_norm(quotient: Any, norm: Norm, scale: float) -> None:
     """Replace a quotient by a root, and constants that scale and shift it, by a layer norm."""
-    last, parameters = quotient, dict[str, Any]()
+    last: Any = quotient
+    parameters = dict[str, Any]()
     if not math.isclose(scale, 1, rel_tol=1e-7):
         parameters["gamma"] = np.full(norm.shape, scale, np.float32)
     for kind, name in (("mul", "gamma"), ("add", "beta")):
         reader = _only_reader(last, kind)
         value = None if reader is None else _parameter(reader, last.outputs[0], norm)
-        if value is not None:
+        if reader is not None and value is not None:
             last, parameters[name] = reader, value * parameters.get(name, np.float32(1))
     if "beta" in parameters:
         parameters.setdefault("gamma", np.ones(norm.shape, np.float32))
     _replace(last, norm.compose(parameters, name=last.outputs[0].name, before_op=last))
 
 
-def _only_reader(op: Any, kind: str) -> Any:
+def _only_reader(op: Any, kind: str) -> Any | None:
     """Return the op of ``kind`` that alone reads the result of ``op``, or None."""
     result = op.outputs[0]
     readers = result.child_ops
@@ -305,7 +316,9 @@ def _scale_down(root: _Root, quotients: list[Any]) -> None:
     total = reduce(x=square, axes=axes, keep_dims=True, **keywords)
     if root.factor is not None:
         apply = mb.real_div if root.is_divided else mb.mul
-        total = apply(x=total, y=root.factor, **keywords)
+        number = _number(root.factor)
+        factor = root.factor if number is None else np.float32(number)
+        total = apply(x=total, y=factor, **keywords)
     if root.epsilon:
         # (sqrt(eps) / scale) ** 2 is eps / scale ** 2 without its overflow.
         ratio = mb.real_div(x=np.float32(math.sqrt(root.epsilon)), y=scale, **keywords)
@@ -319,10 +332,9 @@ def _scale_down(root: _Root, quotients: list[Any]) -> None:
         return
     combine = mb.real_div if root.is_inverse else mb.mul
     value = mb.rsqrt(x=total, **keywords) if root.is_inverse else mb.sqrt(x=total, **keywords)
-    is_kept = bool(root.reduction.keep_dims.val)
     names = {"name": result.name}
-    value = combine(x=value, y=scale, **keywords, **(names if is_kept else {}))
-    _replace(op, value if is_kept else mb.squeeze(x=value, axes=axes, **names, **keywords))
+    value = combine(x=value, y=scale, **keywords, **(names if root.is_kept else {}))
+    _replace(op, value if root.is_kept else mb.squeeze(x=value, axes=axes, **names, **keywords))
 
 
 # Scores
@@ -367,10 +379,11 @@ def _scale_before_product(softmax: Any, may_cast: Selector) -> None:
     if softmax.op_type != "softmax":
         return
     for var, _ in list(_origins(softmax.x)):
-        match = _scaled_product(var)
-        if match is None or not may_cast(match[0]):
+        product, scale = _scaled_product(var) or (None, 1.0)
+        if product is None or product.enclosing_block is not softmax.enclosing_block:
             continue
-        product, scale = match
+        if not may_cast(product):
+            continue
         factors = _operands(product)
         factor = min(factors, key=lambda factor: _elements(factor.shape))
         scaled = _mb().mul(x=factor, y=np.float32(scale), before_op=product)
@@ -405,7 +418,7 @@ def _scaled_product(var: Any) -> tuple[Any, float] | None:
 
 
 def _elements(shape: Any) -> float:
-    return math.prod(s if isinstance(s, int | np.integer) else math.inf for s in shape)
+    return math.prod(float(s) if isinstance(s, int | np.integer) else math.inf for s in shape)
 
 
 # Masks
@@ -454,3 +467,23 @@ def _exceeds(var: Any, limit: float) -> bool:
         return False
     extremes = np.abs([np.min(var.val), np.max(var.val)]) if np.size(var.val) else ()
     return any(limit <= extreme < math.inf for extreme in extremes)
+
+
+# Softplus
+
+_LINEAR_FROM = 10.0  # where softplus(x) - x is 5e-5, and fp16 has steps of 0.008
+
+
+def _bound_softplus(op: Any, may_cast: Selector) -> None:
+    """Compute ``max(x, softplus(min(x, 10)))`` in place of softplus."""
+    if op.op_type != "softplus" or not may_cast(op):
+        return
+    mb, keywords = _mb(), {"before_op": op}
+    bounded = mb.minimum(x=op.x, y=np.float32(_LINEAR_FROM), **keywords)
+    y = mb.maximum(
+        x=op.x, y=mb.softplus(x=bounded, **keywords), name=op.outputs[0].name, **keywords
+    )
+    _replace(op, y)
+
+
+_REWRITES = (_scale_before_product, _bound_factors, _bound_scores, _rewrite_root, _bound_softplus)

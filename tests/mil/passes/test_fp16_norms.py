@@ -44,6 +44,12 @@ NORMS: dict[str, Norm] = {
     "power of a sum": lambda x: ((x * x).sum((2, 3)) + 1e-3) ** 0.5,
     "of everything": lambda x: x / (x - x.mean()).pow(2).mean((0, 1, 2, 3)).sqrt(),
     "cosine": lambda x: F.cosine_similarity(x[:, :, :2], x[:, :, 2:4], dim=1),
+    "divided in a branch": lambda x: torch.cond(
+        x.sum() > 0,
+        lambda x, inverse: x * inverse,
+        lambda x, inverse: -x * inverse,
+        (x, torch.rsqrt(mean(x * x) + 1e-6)),
+    ),
     "in a branch": lambda x: torch.cond(
         x.sum() > 0, NORMS["convnext"], lambda x: NORMS["variance"](-x), (x,)
     ),

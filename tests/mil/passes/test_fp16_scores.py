@@ -201,6 +201,16 @@ def test_scales_below_one_move_before_the_product(scores: Attention, ops: list[s
     assert [op.type for op in function.block.ops if op.type in ("mul", "matmul")] == ops
 
 
+def test_a_softmax_in_a_branch_leaves_the_products_before_it_alone() -> None:
+    x, _ = inputs()
+
+    def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        scores = (q @ k.mT) * SCALE
+        return torch.cond(q.sum() > 0, lambda s: s.softmax(-1), lambda s: s + 1, (scores,))
+
+    check(Attending(attention), (x, x + 1), Precision.FLOAT16)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_padded_batch_of_transformers(attention: str) -> None:

@@ -80,15 +80,18 @@ class _NormOfPairs:
             or not self._is_first_half(values, half)
         ):
             return False
-        k = factors.flat[0]
-        is_mirrored = np.array_equal(factors.ravel(), np.repeat([k, -k], width)) and k > 0
+        k = float(factors.flat[0])
+        is_mirrored = (
+            np.array_equal(factors.ravel(), np.repeat(np.array([k, -k], np.float32), width))
+            and k > 0
+        )
         is_last = values[self._pair].get_node().get_attributes()["axis"] % (last + 1) == last
         covers_last = last in {normalize_axis(axis, last + 1) for axis in axes}
         is_plain = norm["normalize_variance"] and norm["eps_mode"] == "INSIDE_SQRT"
         if not (is_mirrored and is_last and covers_last and is_plain):
             return False
         mean = ops.reduce_mean(ops.multiply(x, x), ints(axes), True)
-        deviation = ops.sqrt(ops.add(mean, scalar(norm["eps"] / float(k) ** 2, x)))
+        deviation = ops.sqrt(ops.add(mean, scalar(norm["eps"] / k**2, x)))
         result = ops.multiply(x, ops.divide(scalar(1.0, x), deviation))
         if self._scale in values:
             scale = constant_data(values[self._scale])

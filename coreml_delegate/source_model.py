@@ -16,7 +16,6 @@ from torch.export.graph_signature import InputKind
 from coreml_delegate.containers import name_return_types, paths_of, register_containers
 from coreml_delegate.dynamic_shapes.symbols import expression_of
 from coreml_delegate.errors import OptionError
-from coreml_delegate.opaque_ops.recurrent_layers import dynamic_steps
 from coreml_delegate.patches.torch import pytree
 from coreml_delegate.patches.torch_ranges import ValueRanges, bound_sympy
 from coreml_delegate.third_party import wrap_errors
@@ -134,6 +133,9 @@ class SourceModel:
                 return self._trace(dynamic_shapes)
 
     def _trace(self, dynamic_shapes: Any) -> ExportedProgram:
+        # Running a program does not need what lowers one.
+        from coreml_delegate.opaque_ops.recurrent_layers import dynamic_steps
+
         with dynamic_steps():
             return torch.export.export(
                 cast("nn.Module", self.module),

@@ -270,17 +270,17 @@ class CoreMLPartitioner(Partitioner):
             logger.warning(_DECOMPOSED)
         self._notes.note_modules(program)
         self._options.filters.check_patterns(self._notes.modules)
-        whole = self._partitioning(program)
-        report = whole.tag()
-        options_by_tag, blobs = dict(whole.compile_options), dict(whole.blobs)
+        partitioning = self._partitioning(program)
+        report = partitioning.tag()
+        options_by_tag, blobs = dict(partitioning.compile_options), dict(partitioning.blobs)
         # Enumerated shapes are for the inputs of the program, not for those of branches.
         if not self.options.enumerated_shapes:
             for call, path, branch in branches_of(program.graph_module, program):
-                part = self._partitioning(branch)
-                branch_report = part.tag(prefix=path.replace(".", "_") + "_")
+                partitioning = self._partitioning(branch)
+                branch_report = partitioning.tag(prefix=path.replace(".", "_") + "_")
                 report = add_branch(report, branch_report, path, call)
-                options_by_tag.update(part.compile_options)
-                blobs.update(part.blobs)
+                options_by_tag.update(partitioning.compile_options)
+                blobs.update(partitioning.blobs)
         self._notes.keep(blobs.values())
         self._reports.append(report)
         if self._options.demands_everything:
@@ -363,7 +363,7 @@ def _warn_of_missing_kernels(report: DelegationReport) -> None:
 def _delegated_refused_ops(
     report: DelegationReport, preserved: Set[OpOverload]
 ) -> list[OpOverload]:
-    """Return operators of which Core ML takes every call and that ExecuTorch's check refuses.
+    """Return the operators that ExecuTorch's check refuses although Core ML takes every call.
 
     Args:
         report: Of the program.

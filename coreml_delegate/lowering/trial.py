@@ -7,7 +7,7 @@ without weights. Verdicts are cached in memory and on disk.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,9 +72,8 @@ class Trials:
         if new:
             new_verdicts = _Trial(program, constants, target).run(list(new.values()))
             self.cached.update((key, new_verdicts[call]) for key, call in new.items())
-            logger.debug(
-                "tried %d signatures, %d failed", len(new), _count_failed(new_verdicts.values())
-            )
+            failed = sum(verdict.since is None for verdict in new_verdicts.values())
+            logger.debug("tried %d signatures, %d failed", len(new), failed)
             keep_verdicts(_encode(self.cached))
         return {call: self.cached[key] for call, key in keys.items()}
 
@@ -96,10 +95,6 @@ def reason_of(call: Node, verdict: Verdict) -> Reason:
         ReasonCode.CONVERSION,
         f"coremltools fails to convert this call of {target_name(call.target)}: {verdict.error}",
     )
-
-
-def _count_failed(verdicts: Iterable[Verdict]) -> int:
-    return sum(verdict.since is None for verdict in verdicts)
 
 
 # Trying
@@ -203,18 +198,13 @@ def message_of(error: Exception) -> str:
 
 def signature_of(call: Node, constants: Mapping[Node, torch.Tensor], target: Opset | None) -> str:
     """Return a digest of op, arguments without values of tensors, results and target."""
+    bound = OpCall.of(call)
     parts = [target_name(call.target), "any" if target is None else target.name]
-    parts += [f"{name}={_describe(value, constants)}" for name, value in _arguments(call)]
-    parts += [f"-> {_tensor(value)}" for value in _results(call)]
+    parts += [
+        f"{name}={_describe(value, constants)}" for name, value in sorted(bound.arguments.items())
+    ]
+    parts += [f"-> {_tensor(value)}" for value in bound.outputs()]
     return digest(*parts)
-
-
-def _arguments(call: Node) -> list[tuple[str, Any]]:
-    return sorted(OpCall.of(call).arguments.items())
-
-
-def _results(call: Node) -> Iterator[torch.Tensor]:
-    return iter(OpCall.of(call).outputs())
 
 
 def _describe(value: Any, constants: Mapping[Node, torch.Tensor]) -> str:

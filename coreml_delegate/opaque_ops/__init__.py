@@ -1,4 +1,4 @@
-"""Operators that are protected from decomposition: control flow, recurrent layers, weights.
+"""Operators protected from decomposition: control flow, recurrent layers, compressed weights.
 
 Each module protects calls before ExecuTorch decomposes a program, translates the protected calls to
 MIL, and restores the calls that Core ML does not take.

@@ -52,7 +52,7 @@ def unwrap_tensor_subclasses(program: ExportedProgram) -> ExportedProgram:
 
 
 def dequantize_per_use(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with one dequantizing call per use of dequantized weights.
+    """Return ``program`` with a separate dequantizing call for each use of dequantized weights.
 
     Each partition that uses them then has the compressed weights as a constant.
 

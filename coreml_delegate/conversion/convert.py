@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from torch.export import ExportedProgram
 
+from coreml_delegate import ops
 from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.conversion.compression import compression_passes
 from coreml_delegate.conversion.coremltools_options import convert_keywords
@@ -37,7 +38,6 @@ from coreml_delegate.errors import (
 from coreml_delegate.formats.blob import Content
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.fp32_constants import Constants
-from coreml_delegate.ops import control_flow, mil_ops
 from coreml_delegate.patches import Patch, patched
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.targets import Opset
@@ -176,10 +176,9 @@ def check_translation(program: ExportedProgram, target: Opset | None) -> None:
 
 def _process_state() -> tuple[Patch, ...]:
     """Return patches that keep a conversion from changing coremltools' process-wide state."""
-    translations = {**mil_ops.translations(), **control_flow.translations()}
     return (
         *coremltools_patches.own_names(),
-        *coremltools_patches.with_translations(translations),
+        *coremltools_patches.with_translations(ops.translations()),
     )
 
 

@@ -261,7 +261,9 @@ def _file() -> Path | None:
 
 
 # Packages that decide how a call is rewritten and translated.
-_SOURCES = ("coreml_delegate.ops", "coreml_delegate.conversion", "coreml_delegate.dynamic_shapes")
+_SOURCES = tuple(
+    f"coreml_delegate.{package}" for package in ("ops", "mil", "conversion", "dynamic_shapes")
+)
 
 
 @functools.cache

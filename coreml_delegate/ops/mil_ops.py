@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from coreml_delegate.mil.compose import division
 from coreml_delegate.ops import recurrent_layers
+from coreml_delegate.ops.record import Translation
 from coreml_delegate.ops.recurrent_layers import Stack
 from coreml_delegate.patches.torch import OpOverload
 from coreml_delegate.placeholder_ops import PLACEHOLDER_OPS
@@ -22,9 +24,9 @@ from coreml_delegate.third_party import coremltools
 
 _NAMESPACE = "coreml_delegate"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
-_LIBRARY.define("floor_divide(Tensor self, Tensor other) -> Tensor")
 _LIBRARY.define("integers(int[] values) -> Tensor")
-# These two have no kernel: they replace an op with the same result before conversion.
+# These have no kernel: they replace an op with the same result before conversion.
+_LIBRARY.define("truncate_divide(Tensor self, Tensor other) -> Tensor")
 _LIBRARY.define(
     "shift_scale(Tensor data, Tensor scale, Tensor? offset, int[] blocks, int low, int high)"
     " -> Tensor"
@@ -37,25 +39,20 @@ _INDEX_BITS = (1, 2, 3, 4, 6, 8)
 _SCATTER_MODES = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
 
 
-def _floor_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.div(x, y, rounding_mode="floor")
-
-
 def _integers(values: Sequence[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-_LIBRARY.impl("floor_divide", _floor_divide, "CompositeImplicitAutograd")
 _LIBRARY.impl("integers", _integers, "CompositeImplicitAutograd")
 
 
-def floor_divide() -> Any:
-    """``floor(x / y)``, of integers in integers; coremltools' translation uses floats.
+def truncate_divide() -> Any:
+    """``x / y`` rounded towards zero.
 
     Returns:
-        The operator, taking two tensors of one dtype.
+        The operator, taking two tensors of one dtype, or a tensor and a number.
     """
-    return torch.ops.coreml_delegate.floor_divide.default
+    return torch.ops.coreml_delegate.truncate_divide.default
 
 
 def integers() -> Any:
@@ -143,10 +140,6 @@ def translations() -> Mapping[str, Callable[[Any, Any], None]]:
 
     builder: Any = Builder
 
-    def floor_divide(context: Any, node: Any) -> None:
-        x, y = (context[name] for name in node.inputs)
-        context.add(builder.floor_div(x=x, y=y, name=node.name))
-
     def shift_scale(context: Any, node: Any) -> None:
         data, scale, offset, blocks, low, high = (_value(context, name) for name in node.inputs)
         value_range = int(low), int(high)
@@ -184,7 +177,7 @@ def translations() -> Mapping[str, Callable[[Any, Any], None]]:
         context.add(_emit_nms(builder, boxes, scores, *limits), torch_name=node.name)
 
     own_ops = {
-        "floor_divide": floor_divide,
+        "truncate_divide": translation_of(division.truncate_divide),
         "shift_scale": shift_scale,
         "look_up": look_up,
         "nms": nms,
@@ -231,6 +224,23 @@ def _more_translations(builder: Any) -> Mapping[str, Callable[[Any, Any], None]]
         "scatter_reduce.two": scatter_reduce,
         "unfold_copy": unfold,
     }
+
+
+def translation_of(function: Translation) -> Callable[[Any, Any], None]:
+    """Return the translation of a call of an op by a composition of MIL ops."""
+
+    def translate(context: Any, node: Any) -> None:
+        operands = (_operand(context, name) for name in node.inputs)
+        context.add(function(*operands), torch_name=node.name)
+
+    return translate
+
+
+def _operand(context: Any, name: Any) -> Any:
+    """Return an argument as a MIL variable; numbers in Core ML's dtypes."""
+    if isinstance(name, str):
+        return context[name]
+    return np.float32(name) if isinstance(name, float) else np.int32(name)
 
 
 def _value(context: Any, name: Any) -> Any:

@@ -19,6 +19,7 @@ import pytest
 import torch
 import tqdm
 
+from coreml_delegate import ops
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.conversion import convert
 from coreml_delegate.ops import control_flow, mil_ops
@@ -261,7 +262,7 @@ def test_weights_are_written_into_a_temporary_folder(
 @pytest.mark.filterwarnings("ignore:Function _TORCH_OPS_REGISTRY:DeprecationWarning")
 def test_translations_are_ours_only_while_we_convert() -> None:
     registry = patches._TRANSLATIONS[0].owner()
-    ours = {**mil_ops.translations(), **control_flow.translations()}
+    ours = ops.translations()
     registered = registry()
     registered.name_to_func_mapping = {
         function.__name__: function for function in patches.registered_translations()

@@ -1,0 +1,1 @@
+"""MIL programs, whatever they are made from."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -240,6 +240,8 @@ def _operand(context: Any, name: Any) -> Any:
     """Return an argument as a MIL variable; numbers in Core ML's dtypes."""
     if isinstance(name, str):
         return context[name]
+    if isinstance(name, tuple):
+        return [_operand(context, item) for item in cast("tuple[Any, ...]", name)]
     return np.float32(name) if isinstance(name, float) else np.int32(name)
 
 

@@ -28,7 +28,7 @@ from coreml_delegate.graph.tensor_types import (
     DType,
     TensorType,
 )
-from coreml_delegate.mil.compose import division, functions
+from coreml_delegate.mil.compose import division, functions, movement
 
 _Compose = Callable[..., Var]
 
@@ -124,17 +124,6 @@ def _compose_clamp(c: Composer, node: Node, low: Var, x: Var, high: Var) -> Var:
     dtype = node.type.dtype
     low, x, high = (c.ordered(var, dtype) for var in (low, x, high))
     return c.ordered(c.mb.minimum(x=c.mb.maximum(x=x, y=low), y=high), dtype)
-
-
-def _compose_select(c: Composer, node: Node, predicate: Var, on_true: Var, on_false: Var) -> Var:
-    # coremltools takes the result's shape only from these two.
-    if all(type.shape != node.type.shape for type in node.types[1:]):
-        if node.type.dtype is DType.BOOL:
-            chosen_true = c.mb.logical_and(x=predicate, y=on_true)
-            chosen_false = c.mb.logical_and(x=c.mb.logical_not(x=predicate), y=on_false)
-            return c.mb.logical_or(x=chosen_true, y=chosen_false)
-        on_true = c.broadcast(on_true, node.type.shape)
-    return c.mb.select(cond=predicate, a=on_true, b=on_false)
 
 
 def _compose_is_nan(c: Composer, _: Node, x: Var) -> Var:
@@ -381,7 +370,7 @@ class Elementwise(Emitter):
         """Return ``min(max(x, low), high)``; NaN if one of the three is NaN."""
         return self._elementwise("clamp", low, x, high)
 
-    @operation(BOOLEANS, _compose_select)
+    @operation(BOOLEANS, _composed(movement.select))
     def select(self, predicate: Value, on_true: Value, on_false: Value) -> Value:
         """Return elements of ``on_true`` where the predicate holds, else of ``on_false``."""
         require_same_dtype("select", on_true, on_false)

@@ -23,7 +23,7 @@ from coreml_delegate.third_party import coremltools
 Var: TypeAlias = Any
 """A variable of a MIL program under construction, or a number."""
 
-_NUMPY = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32}
+_NUMPY = {"fp16": np.float16, "fp32": np.float32, "int": np.int32, "bool": np.bool_}
 
 
 @cache

@@ -120,7 +120,7 @@ def translations() -> Mapping[str, Callable[[Any, Any], None]]:
         for target, record in RECORDS.items()
         if record.translation is not None
     }
-    return {**by_record, **mil_ops.translations(), **control_flow.translations()}
+    return {**by_record, **mil_ops.TRANSLATIONS, **control_flow.TRANSLATIONS}
 
 
 def obstacles_in(

@@ -6,17 +6,15 @@ Rewrites insert them into a subgraph; their translations hold while we convert.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from coreml_delegate.mil.compose import division
-from coreml_delegate.ops import recurrent_layers
+from coreml_delegate.mil.compose import division, mb, recurrent
+from coreml_delegate.mil.compose.recurrent import Stack
 from coreml_delegate.ops.record import Translation
-from coreml_delegate.ops.recurrent_layers import Stack
 from coreml_delegate.patches.torch import OpOverload
 from coreml_delegate.placeholder_ops import PLACEHOLDER_OPS
 from coreml_delegate.targets import Opset
@@ -132,98 +130,64 @@ def nms() -> OpOverload:
     return torch.ops.coreml_delegate.nms.default
 
 
-@cache
-def translations() -> Mapping[str, Callable[[Any, Any], None]]:
-    """Return translations of these ops, by name; each takes coremltools' context and the node."""
-    coremltools()
-    from coremltools.converters.mil.mil import Builder
-
-    builder: Any = Builder
-
-    def shift_scale(context: Any, node: Any) -> None:
-        data, scale, offset, blocks, low, high = (_value(context, name) for name in node.inputs)
-        value_range = int(low), int(high)
-        context.add(_emit_shift_scale(builder, data, scale, offset, blocks, value_range, node.name))
-
-    def look_up(context: Any, node: Any) -> None:
-        indices, tables = (_value(context, name) for name in node.inputs)
-        bits = next(bits for bits in _INDEX_BITS if 2**bits >= tables.shape[-2])
-        missing = 2**bits - tables.shape[-2]
-        padding = [(0, 0)] * (tables.ndim - 2) + [(0, missing), (0, 0)]
-        tables = np.pad(tables.astype(np.float32), padding)
-        indices = indices.astype(_numpy_type(f"uint{bits}"))
-        context.add(builder.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
-
-    def lstm(context: Any, node: Any) -> None:
-        x, *states, stack = _layers(context, node)
-        context.add(recurrent_layers.lstm(builder, x, states, stack), torch_name=node.name)
-
-    def gru(context: Any, node: Any) -> None:
-        x, state, stack = _layers(context, node)
-        context.add(recurrent_layers.gru(builder, x, state, stack), torch_name=node.name)
-
-    def rnn_tanh(context: Any, node: Any) -> None:
-        x, state, stack = _layers(context, node)
-        context.add(recurrent_layers.rnn(builder, x, state, stack, "tanh"), torch_name=node.name)
-
-    def rnn_relu(context: Any, node: Any) -> None:
-        x, state, stack = _layers(context, node)
-        context.add(recurrent_layers.rnn(builder, x, state, stack, "relu"), torch_name=node.name)
-
-    def nms(context: Any, node: Any) -> None:
-        boxes, scores = (context[name] for name in node.inputs[:2])
-        threshold, count, per_class = (_value(context, name) for name in node.inputs[2:])
-        limits = float(threshold), int(count), bool(per_class)
-        context.add(_emit_nms(builder, boxes, scores, *limits), torch_name=node.name)
-
-    own_ops = {
-        "truncate_divide": translation_of(division.truncate_divide),
-        "shift_scale": shift_scale,
-        "look_up": look_up,
-        "nms": nms,
-        "lstm.input": lstm,
-        "gru.input": gru,
-        "rnn_tanh.input": rnn_tanh,
-        "rnn_relu.input": rnn_relu,
-    }
-    return {
-        **{f"{_NAMESPACE}::{name}": translation for name, translation in own_ops.items()},
-        **_more_translations(builder),
-    }
+def _translate_shift_scale(context: Any, node: Any) -> None:
+    data, scale, offset, blocks, low, high = (_value(context, name) for name in node.inputs)
+    value_range = int(low), int(high)
+    context.add(_emit_shift_scale(data, scale, offset, blocks, value_range, node.name))
 
 
-def _more_translations(builder: Any) -> Mapping[str, Callable[[Any, Any], None]]:
-    """Return translations of ``integers`` and of ATen ops that coremltools lacks."""
+def _translate_look_up(context: Any, node: Any) -> None:
+    indices, tables = (_value(context, name) for name in node.inputs)
+    bits = next(bits for bits in _INDEX_BITS if 2**bits >= tables.shape[-2])
+    missing = 2**bits - tables.shape[-2]
+    padding = [(0, 0)] * (tables.ndim - 2) + [(0, missing), (0, 0)]
+    tables = np.pad(tables.astype(np.float32), padding)
+    indices = indices.astype(_numpy_type(f"uint{bits}"))
+    context.add(mb.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
 
-    def integers(context: Any, node: Any) -> None:
-        values = np.asarray(_value(context, node.inputs[0]), np.int32)
-        context.add(builder.const(val=values, name=node.name))
 
-    def prod(context: Any, node: Any) -> None:
-        axis, keep = (_value(context, name) for name in node.inputs[1:3])
-        options = {"axes": [int(axis)], "keep_dims": bool(keep)}
-        context.add(builder.reduce_prod(x=context[node.inputs[0]], **options, name=node.name))
+def _of_layers(function: Callable[..., Any], *options: str) -> Callable[[Any, Any], None]:
+    """Return the translation of a call of a recurrent op by a composition of its layers."""
 
-    def scatter_reduce(context: Any, node: Any) -> None:
-        data, axis, indices, updates, reduce = node.inputs[:5]
-        tensors = {"data": data, "indices": indices, "updates": updates}
-        operands = {operand: context[name] for operand, name in tensors.items()}
-        options = {"axis": int(_value(context, axis)), "mode": _SCATTER_MODES[reduce]}
-        context.add(builder.scatter_along_axis(**operands, **options, name=node.name))
+    def translate(context: Any, node: Any) -> None:
+        x, states, stack = _layers(context, node)
+        context.add(function(x, states, stack, *options), torch_name=node.name)
 
-    def unfold(context: Any, node: Any) -> None:
-        x = context[node.inputs[0]]
-        axis, size, step = (int(_value(context, name)) for name in node.inputs[1:])
-        windows = builder.sliding_windows(x=x, axis=axis, size=size, stride=step)
-        order = [*range(axis + 1), *range(axis + 2, x.rank + 1), axis + 1]
-        context.add(builder.transpose(x=windows, perm=order, name=node.name))
+    return translate
 
-    return {
-        f"{_NAMESPACE}::integers": integers,
-        "prod.dim_int": prod,
-        "scatter_reduce.two": scatter_reduce,
-        "unfold_copy": unfold,
-    }
+
+def _translate_nms(context: Any, node: Any) -> None:
+    boxes, scores = (context[name] for name in node.inputs[:2])
+    threshold, count, per_class = (_value(context, name) for name in node.inputs[2:])
+    limits = float(threshold), int(count), bool(per_class)
+    context.add(_emit_nms(boxes, scores, *limits), torch_name=node.name)
+
+
+def _translate_integers(context: Any, node: Any) -> None:
+    values = np.asarray(_value(context, node.inputs[0]), np.int32)
+    context.add(mb.const(val=values, name=node.name))
+
+
+def _translate_prod(context: Any, node: Any) -> None:
+    axis, keep = (_value(context, name) for name in node.inputs[1:3])
+    options = {"axes": [int(axis)], "keep_dims": bool(keep)}
+    context.add(mb.reduce_prod(x=context[node.inputs[0]], **options, name=node.name))
+
+
+def _translate_scatter_reduce(context: Any, node: Any) -> None:
+    data, axis, indices, updates, reduce = node.inputs[:5]
+    tensors = {"data": data, "indices": indices, "updates": updates}
+    operands = {operand: context[name] for operand, name in tensors.items()}
+    options = {"axis": int(_value(context, axis)), "mode": _SCATTER_MODES[reduce]}
+    context.add(mb.scatter_along_axis(**operands, **options, name=node.name))
+
+
+def _translate_unfold(context: Any, node: Any) -> None:
+    x = context[node.inputs[0]]
+    axis, size, step = (int(_value(context, name)) for name in node.inputs[1:])
+    windows = mb.sliding_windows(x=x, axis=axis, size=size, stride=step)
+    order = [*range(axis + 1), *range(axis + 2, x.rank + 1), axis + 1]
+    context.add(mb.transpose(x=windows, perm=order, name=node.name))
 
 
 def translation_of(function: Translation) -> Callable[[Any, Any], None]:
@@ -251,7 +215,7 @@ def _value(context: Any, name: Any) -> Any:
     return getattr(value, "val", value)
 
 
-def _layers(context: Any, node: Any) -> list[Any]:
+def _layers(context: Any, node: Any) -> tuple[Any, list[Any], Stack]:
     """Return sequence, initial states and layers of a call of a recurrent op."""
     x, states, parameters, has_biases, count, _, _, bidirectional, batch_first = node.inputs
     names = [states] if isinstance(states, str) else states
@@ -263,11 +227,10 @@ def _layers(context: Any, node: Any) -> list[Any]:
         is_bidirectional=bool(bidirectional),
         batch_first=bool(batch_first),
     )
-    return [context[x], *(context[name] for name in names), stack]
+    return context[x], [context[name] for name in names], stack
 
 
 def _emit_nms(
-    builder: Any,
     boxes: Any,
     scores: Any,
     threshold: float,
@@ -277,24 +240,23 @@ def _emit_nms(
     """Emit ``non_maximum_suppression`` for corners [N, B, 4] and scores [N, B, K]."""
     from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
 
-    near, far = builder.split(x=boxes, num_splits=2, axis=-1)
-    sides = builder.sub(x=far, y=near)
-    middle = builder.add(x=near, y=builder.mul(x=sides, y=np.float32(0.5)))
-    boxes = builder.concat(values=[middle, sides], axis=-1)
+    near, far = mb.split(x=boxes, num_splits=2, axis=-1)
+    sides = mb.sub(x=far, y=near)
+    middle = mb.add(x=near, y=mb.mul(x=sides, y=np.float32(0.5)))
+    boxes = mb.concat(values=[middle, sides], axis=-1)
     options: dict[str, Any] = {
         "iou_threshold": np.float32(threshold),
         "max_boxes": count,
         "per_class_suppression": per_class,
     }
     if is_current_opset_version_compatible_with(coremltools().target(int(Opset.iOS17))):
-        boxes, scores = (builder.transpose(x=x, perm=[0, 2, 1]) for x in (boxes, scores))
+        boxes, scores = (mb.transpose(x=x, perm=[0, 2, 1]) for x in (boxes, scores))
     else:
         options["score_threshold"] = np.float32(np.finfo(np.float16).min)
-    return builder.non_maximum_suppression(boxes=boxes, scores=scores, **options)[2]
+    return mb.non_maximum_suppression(boxes=boxes, scores=scores, **options)[2]
 
 
 def _emit_shift_scale(
-    builder: Any,
     data: _Array,
     scale: _Array,
     offset: _Array | None,
@@ -311,7 +273,7 @@ def _emit_shift_scale(
     data, offset = _narrow(data, offset, value_range, _INTEGERS if blockwise else _INTEGERS[2:])
     if blockwise:
         offset_option = {} if offset is None else {"offset": offset}
-        return builder.constexpr_blockwise_shift_scale(
+        return mb.constexpr_blockwise_shift_scale(
             data=data, scale=scale, name=name, **offset_option
         )
     if offset is not None and not np.issubdtype(offset.dtype, np.integer):
@@ -322,7 +284,7 @@ def _emit_shift_scale(
         parameter.reshape(-1) if parameter.size > 1 else parameter.reshape(())
         for parameter in (scale, offset)
     )
-    return builder.constexpr_affine_dequantize(
+    return mb.constexpr_affine_dequantize(
         quantized_data=data, scale=scale[()], zero_point=offset[()], axis=np.int32(axis), name=name
     )
 
@@ -355,3 +317,20 @@ def _numpy_type(label: str) -> Any:
     from coremltools.converters.mil.mil import types
 
     return types.nptype_from_builtin(types.string_to_builtin(label))
+
+
+TRANSLATIONS: Mapping[str, Callable[[Any, Any], None]] = {
+    f"{_NAMESPACE}::truncate_divide": translation_of(division.truncate_divide),
+    f"{_NAMESPACE}::shift_scale": _translate_shift_scale,
+    f"{_NAMESPACE}::look_up": _translate_look_up,
+    f"{_NAMESPACE}::nms": _translate_nms,
+    f"{_NAMESPACE}::integers": _translate_integers,
+    f"{_NAMESPACE}::lstm.input": _of_layers(recurrent.lstm),
+    f"{_NAMESPACE}::gru.input": _of_layers(recurrent.gru),
+    f"{_NAMESPACE}::rnn_tanh.input": _of_layers(recurrent.rnn, "tanh"),
+    f"{_NAMESPACE}::rnn_relu.input": _of_layers(recurrent.rnn, "relu"),
+    "prod.dim_int": _translate_prod,
+    "scatter_reduce.two": _translate_scatter_reduce,
+    "unfold_copy": _translate_unfold,
+}
+"""Translations of these ops, by name; each takes coremltools' context and the node."""

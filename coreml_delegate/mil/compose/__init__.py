@@ -23,6 +23,7 @@ from coreml_delegate.third_party import coremltools
 Var: TypeAlias = Any
 """A variable of a MIL program under construction, or a number."""
 
+# By the names of coremltools' types.
 _NUMPY = {"fp16": np.float16, "fp32": np.float32, "int": np.int32, "bool": np.bool_}
 
 
@@ -48,6 +49,12 @@ mb: Any = _Ops()
 def number(value: float, like: Var) -> Any:
     """Return a constant of the dtype of ``like``."""
     return _NUMPY[like.dtype.__name__](value)
+
+
+def cast(x: Var, like: Var) -> Var:
+    """Cast to the dtype of ``like``."""
+    name = like.dtype.__name__
+    return mb.cast(x=x, dtype="int32" if name == "int" else name)
 
 
 def is_float(x: Var) -> bool:

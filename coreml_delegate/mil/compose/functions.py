@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coreml_delegate.mil.compose import Var, mb, number
+from coreml_delegate.mil.compose import Var, cast, mb, number
 
 # Below this, rounding 1 + x would cost digits of the result.
 _SMALL = 0.35
@@ -87,7 +87,7 @@ def round_half_away_from_zero(x: Var) -> Var:
     magnitude = mb.abs(x=x)
     floor = mb.floor(x=magnitude)
     is_half = mb.greater_equal(x=mb.sub(x=magnitude, y=floor), y=number(0.5, x))
-    increment = mb.cast(x=is_half, dtype=x.dtype.__name__)
+    increment = cast(is_half, x)
     return mb.mul(x=mb.sign(x=x), y=mb.add(x=floor, y=increment))
 
 
@@ -190,7 +190,7 @@ def _log_of_excess(x: Var) -> Var:
     """
     total = mb.add(x=x, y=number(1, x))
     rounded = mb.sub(x=total, y=number(1, x))
-    is_zero = mb.cast(x=mb.equal(x=rounded, y=number(0, x)), dtype=x.dtype.__name__)
+    is_zero = cast(mb.equal(x=rounded, y=number(0, x)), x)
     log = mb.add(x=_log(total), y=is_zero)
     return mb.mul(x=x, y=mb.real_div(x=log, y=mb.add(x=rounded, y=is_zero)))
 

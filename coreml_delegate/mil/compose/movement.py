@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coreml_delegate.mil.compose import Var, constant_of, is_float, mb, number
+from coreml_delegate.mil.compose import Var, cast, constant_of, is_float, mb, number
 
 Amounts = Sequence[tuple[int, int]]
 """Elements before and after a tensor, for each axis."""
@@ -27,10 +27,9 @@ def select(condition: Var, x: Var, y: Var) -> Var:
     if _is_static(condition.shape) and _is_static(x.shape):
         shape = np.broadcast_shapes(tuple(condition.shape), tuple(x.shape))
         return mb.select(cond=condition, a=_broadcast(x, shape), b=y)
-    # Zeros of the condition's shape: negative zeros of floats, which keep the signs of zeros.
-    zero = number(-0.0 if is_float(x) else 0, x)
-    zeros = mb.mul(x=mb.cast(x=condition, dtype=x.dtype.__name__), y=zero)
-    return mb.select(cond=condition, a=mb.add(x=x, y=zeros), b=y)
+    # Zeros of the condition's shape: subtracted, they keep signs of zeros.
+    zeros = mb.mul(x=cast(condition, x), y=number(0, x))
+    return mb.select(cond=condition, a=mb.sub(x=x, y=zeros), b=y)
 
 
 def masked_fill(x: Var, condition: Var, value: float) -> Var:
@@ -79,7 +78,8 @@ def take(x: Var, axis: int, start: int = 0, stop: int | None = None, step: int =
 def pad(x: Var, amounts: Amounts, value: Var) -> Var:
     """``x`` with a value, of rank 0, around it; negative amounts crop.
 
-    MIL's op pads only floats, with a constant; others are concatenated with tensors of the value.
+    MIL's op pads only floats, with a constant; others are concatenated with tensors of the value,
+    which is a constant for bools.
     """
     constant = constant_of(value)
     widths = [(max(before, 0), max(after, 0)) for before, after in amounts]

@@ -149,7 +149,7 @@ def gru_ios15(
     exact_nan: bool = False,
 ) -> Result:
     """``gru`` of iOS 18 without ``reset_after`` and ``input_bias``."""
-    return gru(
+    return gru_ios18(
         x,
         initial_h,
         weight_ih,
@@ -164,7 +164,7 @@ def gru_ios15(
 
 
 @translation("gru", since=Opset.iOS18)
-def gru(
+def gru_ios18(
     x: Tensor,
     initial_h: Tensor,
     weight_ih: Array,

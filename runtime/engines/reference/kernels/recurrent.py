@@ -63,7 +63,7 @@ def rnn(
 
 
 @kernel("gru", widen=True)
-def gru(
+def gru_ios15(
     x: Tensor,
     initial_h: Tensor,
     weight_ih: Tensor,
@@ -75,7 +75,7 @@ def gru(
     activation: str = "tanh",
 ) -> tuple[Tensor, Tensor]:
     """``gru`` of iOS 18 without ``reset_after`` and ``input_bias``."""
-    return gru_with_reset_after(
+    return gru_ios18(
         x,
         initial_h,
         weight_ih,
@@ -89,7 +89,7 @@ def gru(
 
 
 @kernel("gru", since=Opset.iOS18, widen=True)
-def gru_with_reset_after(
+def gru_ios18(
     x: Tensor,
     initial_h: Tensor,
     weight_ih: Tensor,

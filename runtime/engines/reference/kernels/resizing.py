@@ -102,18 +102,18 @@ def resize_nearest_neighbor(x: Tensor, target_size_height: int, target_size_widt
 
 
 @kernel("upsample_bilinear", widen=True)
-def upsample_bilinear(
+def upsample_bilinear_ios15(
     x: Tensor,
     scale_factor_height: float = 1,
     scale_factor_width: float = 1,
     align_corners: bool = True,
 ) -> Tensor:
     """``x`` [*, H, W] scaled by bilinear interpolation; the new sizes are rounded down."""
-    return upsample_bilinear_half_pixel(x, scale_factor_height, scale_factor_width, align_corners)
+    return upsample_bilinear_ios16(x, scale_factor_height, scale_factor_width, align_corners)
 
 
 @kernel("upsample_bilinear", since=Opset.iOS16, widen=True)
-def upsample_bilinear_half_pixel(
+def upsample_bilinear_ios16(
     x: Tensor,
     scale_factor_height: float = 1,
     scale_factor_width: float = 1,

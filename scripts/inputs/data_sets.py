@@ -1,7 +1,8 @@
 """Read samples: calibration data for quantized activations, and data to compare on.
 
-A data set is a folder of images or arrays, a file of arrays, or a function. It is read one sample
-at a time, so that memory does not depend on its size; only a ``.pt`` is loaded as a whole.
+A data set is a folder of images or arrays, a file of arrays, or a function. Files of a folder and
+samples of a function are read one at a time. A ``.npy`` or ``.safetensors`` is mapped; a ``.npz``
+or ``.pt`` is loaded as a whole.
 
 Classes are known where a folder has a folder for each, numbered in order of their names, and where
 arrays or a function's samples have ``labels`` beside the inputs.
@@ -10,15 +11,11 @@ arrays or a function's samples have ``labels`` beside the inputs.
 from __future__ import annotations
 
 import itertools
-import math
-import zipfile
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
-import numpy as np
 import torch
 
 from coreml_delegate.errors import InputError, OptionError
@@ -26,7 +23,7 @@ from coreml_delegate.patches.torch import pytree
 from coreml_delegate.runtime.mil.program import Feature
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.inputs import images
-from coreml_delegate.scripts.inputs.input_files import load_archive, to_tensor
+from coreml_delegate.scripts.inputs.input_files import load_archive, load_array, to_tensor
 from coreml_delegate.scripts.inputs.source import find_callable, importable_from_here, load_torch
 from coreml_delegate.source_model import SourceModel
 from coreml_delegate.third_party import import_optional, wrap_errors
@@ -36,10 +33,6 @@ _TORCH = frozenset({".pt", ".pth"})
 _READ = frozenset({".npy", ".npz", ".safetensors"}) | _TORCH
 _FORMATS = ", ".join(sorted(_READ | images.SUFFIXES))
 _LABELS: Final = "labels"
-_HEADERS: Final = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,34 +238,33 @@ class _SampleShape:
         remainder is dropped.
 
         Args:
-            arrays: ``_Rows``, one for every input that is a tensor; other objects are refused.
-            labels: ``_Rows``, the right classes, [rows of all samples]; None if not known.
+            arrays: Tensors, one for every input that is a tensor; other objects are refused.
+            labels: Tensor of the right classes, [rows of all samples]; None if not known.
             origin: Where they come from, for messages.
 
         Raises:
             InputError: Number, dtypes or shapes do not match.
         """
-        if len(arrays) != len(self.names) or not all(map(_is_read, arrays)):
-            self.sample([_whole_array(array) for array in arrays], origin)  # raises the reason
-        pairs = zip(arrays, self.examples, strict=True)
-        cuts = [_Cut.of(array, example) for array, example in pairs]
-        fitting = [cut for cut in cuts if cut is not None]
-        counts = {cut.count for cut in fitting}
-        if len(fitting) != len(cuts) or len(counts) > 1:
-            yield self.sample([_whole_array(array) for array in arrays], origin)  # raises as well
+        if len(arrays) != len(self.names):
+            self.sample(arrays, origin)  # raises the reason
+        parts = [_samples_in(*pair) for pair in zip(arrays, self.examples, strict=True)]
+        counts = set(map(len, parts)) or {1}
+        if len(counts) > 1 or not all(counts):
+            yield self.sample(arrays, origin)  # raises as well
             return
-        (count,) = counts or {1}
+        (count,) = counts
         self._check_labels(labels, count, origin)
         for number in range(count):
-            where = origin if count == 1 else f"sample {number} of {origin}"
-            sample = self.sample([cut.next() for cut in fitting], where)
-            sample_labels = None if labels is None else labels.take(self.rows).long()
-            yield Sample(sample.leaves, sample_labels)
+            name = origin if count == 1 else f"sample {number} of {origin}"
+            sample = self.sample([part[number] for part in parts], name)
+            start = number * self.rows
+            classes = None if labels is None else labels[start : start + self.rows].long()
+            yield Sample(sample.leaves, classes)
 
     def _check_labels(self, labels: Any, count: int, origin: str) -> None:
         if labels is None:
             return
-        if not _is_read(labels):
+        if not _is_tensor(labels):
             raise InputError(f"the labels of {origin} are not a tensor", got=type(labels).__name__)
         least = count * self.rows
         if labels.dtype.is_floating_point or len(labels.shape) != 1 or labels.shape[0] < least:
@@ -283,122 +275,18 @@ class _SampleShape:
             )
 
 
-class _Rows(Protocol):
-    """An array that is read from its first row to its last.
-
-    Attributes:
-        shape: Its sizes.
-        dtype: Its element type.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def take(self, count: int | None) -> torch.Tensor:
-        """Return the next ``count`` rows; None for the whole array."""
-        ...
-
-
-class _TensorRows:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._start = 0
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-
-    def take(self, count: int | None) -> torch.Tensor:
-        if count is None:
-            return self._tensor
-        start, self._start = self._start, self._start + count
-        return self._tensor[start : self._start]
-
-
-class _ArrayRows:
-    """A ``.npy``, mapped from its file."""
-
-    def __init__(self, file: Path) -> None:
-        with _reading(file, "the array"):
-            self._array = np.load(file, mmap_mode="r", allow_pickle=False)
-        self._file = file
-        self._start = 0
-        self.shape = tuple(self._array.shape)
-        self.dtype = to_tensor(file, np.empty(0, self._array.dtype)).dtype
-
-    def take(self, count: int | None) -> torch.Tensor:
-        if count is None:
-            return to_tensor(self._file, self._array)
-        start, self._start = self._start, self._start + count
-        return to_tensor(self._file, self._array[start : self._start])
-
-
-class _MemberRows:
-    """A member of a ``.npz``, read as a stream."""
-
-    def __init__(self, file: Path, stream: IO[bytes], shape: tuple[int, ...], dtype: Any) -> None:
-        self._file = file
-        self._stream = stream
-        self._dtype = dtype
-        self.shape = shape
-        self.dtype = to_tensor(file, np.empty(0, dtype)).dtype
-
-    def take(self, count: int | None) -> torch.Tensor:
-        shape = self.shape if count is None else (count, *self.shape[1:])
-        with _reading(self._file):
-            content = self._stream.read(math.prod(shape) * self._dtype.itemsize)
-            return to_tensor(self._file, np.frombuffer(content, self._dtype).reshape(shape))
-
-
-class _SliceRows:
-    """A tensor of a ``.safetensors``."""
-
-    def __init__(self, file: Path, slices: Any) -> None:
-        self._file = file
-        self._slices = slices
-        self._start = 0
-        self.shape = tuple(slices.get_shape())
-        with _reading(file):
-            self.dtype = (slices[:0] if self.shape else slices[...]).dtype
-
-    def take(self, count: int | None) -> torch.Tensor:
-        with _reading(self._file):
-            if count is None:
-                return self._slices[:] if self.shape else self._slices[...]
-            start, self._start = self._start, self._start + count
-            return self._slices[start : self._start]
-
-
-@dataclass(slots=True)
-class _Cut:
-    """An array, cut into samples.
-
-    Attributes:
-        rows: The array.
-        count: Number of samples.
-        step: Rows of each sample; None if the array is one sample.
-        stacked: Whether a row is a sample.
-    """
-
-    rows: _Rows
-    count: int
-    step: int | None
-    stacked: bool = False
-
-    @classmethod
-    def of(cls, rows: _Rows, example: torch.Tensor) -> _Cut | None:
-        """Return how an array is cut, or None if it cannot be."""
-        shape, sizes = rows.shape, tuple(example.shape)
-        if shape == sizes:
-            return cls(rows, 1, None)
-        if shape[1:] == sizes:
-            return cls(rows, shape[0], 1, stacked=True)
-        if sizes and shape and shape[1:] == sizes[1:] and shape[0] >= sizes[0]:
-            return cls(rows, shape[0] // sizes[0], sizes[0])
-        return None
-
-    def next(self) -> torch.Tensor:
-        """Read the next sample."""
-        rows = self.rows.take(self.step)
-        return rows[0] if self.stacked else rows
+def _samples_in(array: Any, example: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Cut an array into samples like ``example``; no samples if it has another shape."""
+    if not _is_tensor(array):
+        return ()
+    shape, sizes = tuple(array.shape), tuple(example.shape)
+    if shape == sizes:
+        return (array,)
+    if shape[1:] == sizes:
+        return array  # a stack: its rows are the samples
+    if sizes and shape and shape[1:] == sizes[1:] and shape[0] >= sizes[0]:
+        return array[: shape[0] // sizes[0] * sizes[0]].split(sizes[0])
+    return ()
 
 
 def _samples_of(file: Path, inputs: _SampleShape) -> Iterator[Sample]:
@@ -418,62 +306,22 @@ def _samples_of(file: Path, inputs: _SampleShape) -> Iterator[Sample]:
             image = images.read_picture(file, inputs.image, shape).to(example.dtype)
         yield inputs.sample([image], str(file))
         return
-    with _opened(file) as content:
-        arrays, labels = _in_order(content, inputs.names)
-        yield from inputs.batches(arrays, labels, str(file))
+    arrays, labels = _in_order(_read_arrays(file), inputs.names)
+    yield from inputs.batches(arrays, labels, str(file))
 
 
-@contextmanager
-def _opened(file: Path) -> Generator[Mapping[str, Any]]:
-    """Open a file of arrays; nothing is read yet, except of a ``.pt``."""
+def _read_arrays(file: Path) -> Mapping[str, Any]:
+    """Read a file of arrays, by name; a ``.npy`` or ``.safetensors`` is mapped, not read."""
     if file.suffix == ".npy":
-        yield {"": _ArrayRows(file)}
-    elif file.suffix == ".npz":
-        with _reading(file):
-            archive = zipfile.ZipFile(file)
-        with archive:
-            yield {
-                name.removesuffix(".npy"): _member(file, archive, name)
-                for name in archive.namelist()
-            }
-    elif file.suffix == ".safetensors":
-        with _open_safetensors(file) as tensors:
-            yield {
-                name: _SliceRows(file, tensors.get_slice(name))
-                for name in tensors.keys()  # noqa: SIM118 - not a mapping
-            }
-    else:
-        yield {name: _rows_of(value) for name, value in _load_torch(file).items()}
-
-
-def _member(file: Path, archive: zipfile.ZipFile, name: str) -> _Rows:
-    with _reading(file):
-        stream = archive.open(name)
-        header = _HEADERS.get(np.lib.format.read_magic(stream))
-        if header is not None:
-            shape, is_fortran, dtype = header(stream)
-            if not is_fortran and not dtype.hasobject:
-                return _MemberRows(file, stream, shape, dtype)
-    return _TensorRows(to_tensor(file, load_archive(file)[name.removesuffix(".npy")]))
-
-
-@contextmanager
-def _open_safetensors(file: Path) -> Generator[Any]:
-    library = import_optional("safetensors")
-    with _reading(file):
-        opened = library.safe_open(str(file), framework="pt")
-    with opened as tensors:
-        yield tensors
-
-
-@contextmanager
-def _reading(file: Path, what: str = "the arrays") -> Generator[None]:
-    try:
-        yield
-    except (InputError, OptionError):
-        raise
-    except Exception as error:  # readers fail on foreign bytes with whatever comes first
-        raise OptionError(f"cannot read {what} in {file}", got=str(error)) from error
+        return {"": to_tensor(file, load_array(file, is_mapped=True))}
+    if file.suffix == ".npz":
+        return {name: to_tensor(file, array) for name, array in load_archive(file).items()}
+    if file.suffix == ".safetensors":
+        library = import_optional("safetensors.torch")
+        with wrap_errors(f"cannot read the arrays in {file}"):
+            return library.load_file(file)
+    expected = "a tensor, or several in a tuple or dict, saved by torch.save"
+    return _by_name(load_torch(file, "tensors", expected))
 
 
 def _in_order(arrays: Mapping[str, Any], names: Sequence[str]) -> tuple[list[Any], Any]:
@@ -485,30 +333,12 @@ def _in_order(arrays: Mapping[str, Any], names: Sequence[str]) -> tuple[list[Any
     return list(inputs.values()), labels
 
 
-def _load_torch(file: Path) -> Mapping[str, Any]:
-    expected = "a tensor, or several in a tuple or dict, saved by torch.save"
-    return _by_name(load_torch(file, "tensors", expected))
-
-
 def _by_name(value: object) -> Mapping[str, Any]:
     """Return values by name; a tuple's values, or a single value, by position."""
     if isinstance(value, Mapping):
         return cast("Mapping[str, Any]", value)
     listed = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
     return {str(position): item for position, item in enumerate(listed)}
-
-
-def _is_read(value: object) -> bool:
-    return isinstance(value, _TensorRows | _ArrayRows | _MemberRows | _SliceRows)
-
-
-def _whole_array(value: Any) -> Any:
-    return value.take(None) if _is_read(value) else value
-
-
-def _rows_of(value: Any) -> Any:
-    """Return a tensor as rows, and any other object unchanged, to be refused where it is used."""
-    return _TensorRows(value) if _is_tensor(value) else value
 
 
 def _samples_of_factory(
@@ -519,8 +349,7 @@ def _samples_of_factory(
         samples: Iterable[Any] = _call(where, factory)
         for number, sample in enumerate(samples):
             origin = f"sample {number} of {where}"
-            rows = {key: _rows_of(value) for key, value in _by_name(sample).items()}
-            arrays, labels = _in_order(rows, inputs.names)
+            arrays, labels = _in_order(_by_name(sample), inputs.names)
             yield from inputs.batches(arrays, labels, origin)
 
 

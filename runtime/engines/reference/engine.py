@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from coreml_delegate.runtime.engines.base import (
     KernelTime,
     State,
 )
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
 from coreml_delegate.runtime.engines.reference.interpreter import (
@@ -32,9 +33,7 @@ from coreml_delegate.runtime.engines.reference.values import (
     storage_dtype,
     value_to_array,
 )
-from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
-from coreml_delegate.runtime.native import NativeInterface
 from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
 
 
@@ -75,6 +74,8 @@ class ReferenceFunction:
         function: The function. If several models share this object, it is the function of the first
             model, whose ops a listener receives.
     """
+
+    native = None
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -135,7 +136,7 @@ class ReferenceFunction:
             for name in (feature.name for feature in self.function.outputs)
         }
 
-    def run_profiled(
+    def profile(
         self, inputs: Mapping[str, Array], state: State | None = None
     ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
         """Run once, and time every op; see ``CompiledFunction``.
@@ -159,26 +160,6 @@ class ReferenceFunction:
             for index, elapsed in times.items()
         )
         return outputs, tuple(kernels)
-
-    def native_call(self, interface: NativeInterface, state: State | None) -> None:
-        """Return None: the engine is Python."""
-
-    def native_program(
-        self,
-        interface: NativeInterface,
-        shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    ) -> None:
-        """Return None: the engine is Python."""
-
-    def native_obstacle(self) -> str:
-        """Return the reason why native calls are impossible."""
-        return "the reference engine is Python"
-
-    def prepare_native_calls(self) -> None:
-        """Do nothing: the engine is Python."""
-
-    def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Do nothing: every shape is interpreted."""
 
     def make_state(self) -> ReferenceState | None:
         """Return a state of zeros; None for a function without state."""
@@ -223,6 +204,7 @@ class ReferenceEngine:
     """
 
     name = "reference"
+    python_reason = "the reference engine is Python"
 
     def unavailable_reason(self) -> str | None:
         """Return None, because torch is a dependency."""

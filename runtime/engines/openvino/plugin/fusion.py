@@ -18,11 +18,13 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     rank,
     scalar,
 )
-from coreml_delegate.runtime.engines.openvino.plugin.convolutions import separate_products
+from coreml_delegate.runtime.engines.openvino.plugin.misfusions import (
+    separate_products,
+    separate_transposes,
+)
 from coreml_delegate.runtime.engines.openvino.plugin.quantized import mend_quantized_ops
 from coreml_delegate.runtime.engines.openvino.plugin.reductions import mend_reductions
 from coreml_delegate.runtime.engines.openvino.plugin.rotation import fuse_rotary_embeddings
-from coreml_delegate.runtime.engines.openvino.plugin.transposes import separate_transposes
 
 # The epsilon of a MIL ``rsqrt`` that only guards against zero: 1e-12, which is 2**-24 in fp16.
 _LARGEST_GUARD = 2.0**-24

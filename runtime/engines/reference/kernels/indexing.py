@@ -50,14 +50,11 @@ def _check_or_clamp(indices: Tensor, size: int, validate: bool) -> Tensor:
 
 
 @kernel("gather")
-def gather_ios15(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
-    """Slices of ``x`` along ``axis``; the dimensions of ``indices`` replace ``axis``."""
-    return _gather(x, _wrap_negative(indices, x.shape[axis]), axis, 0)
+def gather_ios15(x: Tensor, indices: Tensor, axis: int = 0, batch_dims: int = 0) -> Tensor:
+    """Slices of ``x`` along ``axis``, per element of the leading ``batch_dims`` dimensions.
 
-
-@kernel("gather", since=Opset.iOS16)
-def gather_ios16(x: Tensor, indices: Tensor, axis: int = 0, batch_dims: int = 0) -> Tensor:
-    """``gather`` per element of the leading ``batch_dims`` dimensions."""
+    The dimensions of ``indices`` replace ``axis``.
+    """
     return _gather(x, _wrap_negative(indices, x.shape[axis]), axis, batch_dims)
 
 
@@ -101,14 +98,11 @@ def gather_along_axis_ios17(
 
 
 @kernel("gather_nd")
-def gather_nd_ios15(x: Tensor, indices: Tensor) -> Tensor:
-    """Slices of ``x`` at coordinates, which are along the last dimension of ``indices``."""
-    return _gather_nd(x, indices, 0, _wrap_negative)
+def gather_nd_ios15(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Tensor:
+    """Slices of ``x`` at coordinates, which are along the last dimension of ``indices``.
 
-
-@kernel("gather_nd", since=Opset.iOS16)
-def gather_nd_ios16(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Tensor:
-    """``gather_nd`` per element of the leading ``batch_dims`` dimensions."""
+    The slices are taken per element of the leading ``batch_dims`` dimensions.
+    """
     return _gather_nd(x, indices, batch_dims, _wrap_negative)
 
 
@@ -296,30 +290,7 @@ def argsort(x: Tensor, axis: int = -1, ascending: bool = False) -> Tensor:
 
 
 @kernel("topk")
-def topk_ios15(
-    x: Tensor, k: int = 1, axis: int = -1, ascending: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest (smallest if ``ascending``) along ``axis``, sorted, and their indices."""
-    values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)
-    count = x.shape[axis] if k == -1 else k
-    return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
-
-
-@kernel("topk", since=Opset.iOS16)
-def topk_ios16(
-    x: Tensor,
-    k: int = 1,
-    axis: int = -1,
-    ascending: bool = False,
-    sort: bool = True,  # noqa: ARG001 - any order will do if it is false: sorted too
-    return_indices: bool = True,
-) -> tuple[Tensor, ...]:
-    """``topk`` with or without indices."""
-    return topk_ios15(x, k, axis, ascending)[: 1 + return_indices]
-
-
-@kernel("topk", since=Opset.iOS17)
-def topk_ios17(
+def topk(
     x: Tensor,
     k: int = 1,
     axis: int = -1,
@@ -328,5 +299,10 @@ def topk_ios17(
     return_indices: bool = True,
     output_indices_dtype: str = "int32",  # noqa: ARG001 - the declared type says the same
 ) -> tuple[Tensor, ...]:
-    """``topk`` with or without indices of the declared dtype; ``k`` of -1 takes all elements."""
-    return topk_ios15(x, k, axis, ascending)[: 1 + return_indices]
+    """The ``k`` largest (smallest if ``ascending``) along ``axis``, sorted, and their indices.
+
+    ``k`` of -1 takes all elements.
+    """
+    values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)
+    count = x.shape[axis] if k == -1 else k
+    return (values.narrow(axis, 0, count), indices.narrow(axis, 0, count))[: 1 + return_indices]

@@ -102,25 +102,17 @@ def resize_nearest_neighbor(x: Tensor, target_size_height: int, target_size_widt
 
 
 @kernel("upsample_bilinear", widen=True)
-def upsample_bilinear_ios15(
-    x: Tensor,
-    scale_factor_height: float = 1,
-    scale_factor_width: float = 1,
-    align_corners: bool = True,
-) -> Tensor:
-    """``x`` [*, H, W] scaled by bilinear interpolation; the new sizes are rounded down."""
-    return upsample_bilinear_ios16(x, scale_factor_height, scale_factor_width, align_corners)
-
-
-@kernel("upsample_bilinear", since=Opset.iOS16, widen=True)
-def upsample_bilinear_ios16(
+def upsample_bilinear(
     x: Tensor,
     scale_factor_height: float = 1,
     scale_factor_width: float = 1,
     align_corners: bool = True,
     half_pixel_centers: bool | None = None,
 ) -> Tensor:
-    """As for iOS 15; without ``align_corners``, pixels are at their corners or their centres."""
+    """``x`` [*, H, W] scaled by bilinear interpolation; the new sizes are rounded down.
+
+    Without ``align_corners``, pixels are at their corners or their centres.
+    """
     centred = not align_corners if half_pixel_centers is None else half_pixel_centers
     if align_corners and centred:
         raise ValueError("align_corners and half_pixel_centers exclude each other")

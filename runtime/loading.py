@@ -269,8 +269,8 @@ class _LoadedMethod(LoadedProgram):
         return snapshot(states_of(self._method, self._program.delegates(self._method)))
 
     def expected(self, results: Sequence[object], inputs: Sequence[object]) -> list[Output]:
-        written = [inputs[position] for position in mutated_inputs(self._info).values()]
-        return [as_output(value) for value in (*written, *results)]
+        new_inputs = [inputs[position] for position in mutated_inputs(self._info).values()]
+        return [as_output(value) for value in (*new_inputs, *results)]
 
     def diagnose(
         self, inputs: Sequence[Any], *, min_sqnr_db: float = MIN_SQNR_DB

@@ -180,7 +180,7 @@ class HostProgram(abc.ABC):
 
     @abc.abstractmethod
     def _states(self, *, loaded: bool = False) -> dict[str, DelegateState]:
-        """Return the states of all methods, or of those that are loaded, by their names."""
+        """Return the states by name: of all methods, or only of loaded methods."""
 
     @abc.abstractmethod
     def _logged_events(self) -> tuple[bytes, bytes] | None:

@@ -19,8 +19,8 @@ from typing import Any, Final, cast
 import torch
 
 from coreml_delegate.errors import InputError, OptionError
-from coreml_delegate.patches.torch import pytree
 from coreml_delegate.runtime.mil.program import Feature
+from coreml_delegate.runtime.program.plan import describe
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.input_files import load_archive, load_array, to_tensor
@@ -76,9 +76,19 @@ class DataSet:
         image: Feature | None = None,
     ) -> None:
         self._where = where
-        self._inputs = _SampleShape(source, image)
         self._limit = limit
         self._called = called
+        self._image = image
+        self._leaves = source.leaves
+        # Position, name and example of each input that is a tensor.
+        self._inputs = [
+            (n, name, leaf)
+            for n, (name, leaf) in enumerate(zip(source.input_names, source.leaves, strict=True))
+            if isinstance(leaf, torch.Tensor)
+        ]
+        self._names = [name for _, name, _ in self._inputs]
+        shape = self._inputs[0][2].shape if self._inputs else ()
+        self._rows = shape[0] if shape else 1
 
     def __iter__(self) -> Iterator[Sample]:
         """Read the samples."""
@@ -104,17 +114,17 @@ class DataSet:
             if not path.is_file():
                 kind = self._called.removesuffix(" data")
                 raise OptionError(f"no such {kind} file", got=self._where, expected=FORMS)
-            return _samples_of(path, self._inputs)
+            return self._file(path)
         module, separator, name = self._where.partition(":")
         if not (module and separator and name):
             raise OptionError(f"no such {self._called}", got=repr(self._where), expected=FORMS)
-        return _samples_of_factory(self._where, module, name, self._inputs)
+        return self._factory(module, name)
 
     def _folder(self, path: Path) -> Iterator[Sample]:
         entries = self._listed(path)
         if not any(entry.is_dir() for entry in entries):
             for file in self._files(entries):
-                yield from _samples_of(file, self._inputs)
+                yield from self._file(file)
             return
         files = [entry.name for entry in entries if not entry.is_dir()]
         if files:
@@ -124,8 +134,8 @@ class DataSet:
             )
         for label, folder in enumerate(entries):
             for file in self._files(self._listed(folder)):
-                for sample in _samples_of(file, self._inputs):
-                    yield Sample(sample.leaves, self._inputs.labels_of(label))
+                for sample in self._file(file):
+                    yield Sample(sample.leaves, torch.full((self._rows,), label))
 
     def _listed(self, path: Path) -> list[Path]:
         entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
@@ -143,6 +153,87 @@ class DataSet:
                 expected=_FORMATS,
             )
         return entries
+
+    def _file(self, file: Path) -> Iterator[Sample]:
+        if file.suffix.lower() not in images.SUFFIXES:
+            yield from self._samples(_read_arrays(file), str(file))
+            return
+        if len(self._inputs) != 1:
+            raise InputError(
+                f"{file} is an image, but the model has several inputs",
+                got=f"{len(self._names)} inputs ({', '.join(self._names)})",
+                expected="one",
+                remedy="Give it arrays in .npz files",
+            )
+        example = self._inputs[0][2]
+        shape = tuple(example.shape)
+        if self._image is None:
+            image = images.read_image(file, shape, example.dtype)
+        else:
+            image = images.read_picture(file, self._image, shape).to(example.dtype)
+        yield self._sample([image], str(file))
+
+    def _factory(self, module: str, name: str) -> Iterator[Sample]:
+        with importable_from_here():
+            factory = find_callable(module, name, FORMS)
+            for number, sample in enumerate(_call(self._where, factory)):
+                yield from self._samples(_by_name(sample), f"sample {number} of {self._where}")
+
+    def _samples(self, arrays_by_name: Mapping[str, Any], origin: str) -> Iterator[Sample]:
+        """Yield the samples in arrays, by name or else in the order of the inputs.
+
+        An array may be one sample, a stack of samples, or have a larger batch, which is cut; a
+        remainder is dropped.
+        """
+        inputs = dict(arrays_by_name)
+        labels = inputs.pop(_LABELS, None) if _LABELS not in self._names else None
+        is_named = set(self._names) == set(inputs)
+        arrays = [inputs[name] for name in self._names] if is_named else list(inputs.values())
+        if len(arrays) != len(self._names):
+            raise InputError(
+                f"{origin} does not have as many tensors as the model has inputs",
+                got=str(len(arrays)),
+                expected=f"{len(self._names)} ({', '.join(self._names)})",
+            )
+        examples = [example for _, _, example in self._inputs]
+        parts = [_samples_in(*pair) for pair in zip(arrays, examples, strict=True)]
+        counts = set(map(len, parts)) or {1}
+        if len(counts) > 1 or not all(counts):
+            yield self._sample(arrays, origin)  # raises the reason
+            return
+        (count,) = counts
+        self._check_labels(labels, count, origin)
+        for number in range(count):
+            name = origin if count == 1 else f"sample {number} of {origin}"
+            sample = self._sample([part[number] for part in parts], name)
+            start = number * self._rows
+            classes = None if labels is None else labels[start : start + self._rows].long()
+            yield Sample(sample.leaves, classes)
+
+    def _sample(self, tensors: Sequence[Any], origin: str) -> Sample:
+        """Return the sample of one tensor for every input that is a tensor."""
+        leaves = list(self._leaves)
+        for (position, name, example), tensor in zip(self._inputs, tensors, strict=True):
+            expected = describe(example.dtype, example.shape)
+            is_tensor = isinstance(tensor, torch.Tensor)
+            got = describe(tensor.dtype, tensor.shape) if is_tensor else type(tensor).__name__
+            if got != expected:
+                raise InputError(f"{origin} does not fit input {name}", got=got, expected=expected)
+            leaves[position] = tensor
+        return Sample(leaves)
+
+    def _check_labels(self, labels: Any, count: int, origin: str) -> None:
+        if labels is None:
+            return
+        if not isinstance(labels, torch.Tensor):
+            raise InputError(f"the labels of {origin} are not a tensor", got=type(labels).__name__)
+        least = count * self._rows
+        if labels.dtype.is_floating_point or labels.dim() != 1 or len(labels) < least:
+            raise InputError(
+                f"the labels of {origin} are not one class per row",
+                got=describe(labels.dtype, labels.shape),
+                expected=f"{least} integers",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,142 +263,18 @@ def read_calibration(
         return [sample.leaves for sample in data]
 
 
-class _SampleShape:
-    """Checks samples against the tensors among a model's example inputs.
-
-    Args:
-        source: The model.
-        image: See ``DataSet``.
-    """
-
-    def __init__(self, source: SourceModel, image: Feature | None) -> None:
-        self.image = image
-        self._leaves = source.leaves
-        self._structure = pytree.tree_structure((source.args, dict(source.kwargs)))
-        self._tensors = [n for n, leaf in enumerate(self._leaves) if _is_tensor(leaf)]
-        names = source.input_names
-        self.names = [names[n] for n in self._tensors]
-
-    @property
-    def examples(self) -> list[torch.Tensor]:
-        """The tensors among the example inputs."""
-        return [self._leaves[n] for n in self._tensors]
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of a sample: the first size of the first input."""
-        shape = self.examples[0].shape if self._tensors else ()
-        return shape[0] if shape else 1
-
-    def labels_of(self, label: int) -> torch.Tensor:
-        """Return the labels of a sample whose rows are of one class."""
-        return torch.full((self.rows,), label)
-
-    def sample(self, tensors: Sequence[Any], origin: str) -> Sample:
-        """Return one sample, without labels.
-
-        Args:
-            tensors: One tensor for every input that is a tensor.
-            origin: Where they come from, for messages.
-
-        Raises:
-            InputError: Number, dtypes or shapes do not match.
-        """
-        if len(tensors) != len(self.names):
-            raise InputError(
-                f"{origin} does not have as many tensors as the model has inputs",
-                got=str(len(tensors)),
-                expected=f"{len(self.names)} ({', '.join(self.names)})",
-            )
-        leaves = list(self._leaves)
-        checked = zip(self._tensors, self.names, self.examples, tensors, strict=True)
-        for position, name, example, tensor in checked:
-            if not _is_tensor(tensor) or _signature(tensor) != _signature(example):
-                raise InputError(
-                    f"{origin} does not fit input {name}",
-                    got=_text(tensor),
-                    expected=_text(example),
-                )
-            leaves[position] = tensor
-        return Sample(leaves)
-
-    def batches(self, arrays: Sequence[Any], labels: Any, origin: str) -> Iterator[Sample]:
-        """Yield the samples in ``arrays``.
-
-        An array may be one sample, a stack of samples, or have a larger batch, which is cut; a
-        remainder is dropped.
-
-        Args:
-            arrays: Tensors, one for every input that is a tensor; other objects are refused.
-            labels: Tensor of the right classes, [rows of all samples]; None if not known.
-            origin: Where they come from, for messages.
-
-        Raises:
-            InputError: Number, dtypes or shapes do not match.
-        """
-        if len(arrays) != len(self.names):
-            self.sample(arrays, origin)  # raises the reason
-        parts = [_samples_in(*pair) for pair in zip(arrays, self.examples, strict=True)]
-        counts = set(map(len, parts)) or {1}
-        if len(counts) > 1 or not all(counts):
-            yield self.sample(arrays, origin)  # raises as well
-            return
-        (count,) = counts
-        self._check_labels(labels, count, origin)
-        for number in range(count):
-            name = origin if count == 1 else f"sample {number} of {origin}"
-            sample = self.sample([part[number] for part in parts], name)
-            start = number * self.rows
-            classes = None if labels is None else labels[start : start + self.rows].long()
-            yield Sample(sample.leaves, classes)
-
-    def _check_labels(self, labels: Any, count: int, origin: str) -> None:
-        if labels is None:
-            return
-        if not _is_tensor(labels):
-            raise InputError(f"the labels of {origin} are not a tensor", got=type(labels).__name__)
-        least = count * self.rows
-        if labels.dtype.is_floating_point or len(labels.shape) != 1 or labels.shape[0] < least:
-            raise InputError(
-                f"the labels of {origin} are not one class per row",
-                got=f"{str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}",
-                expected=f"{least} integers",
-            )
-
-
 def _samples_in(array: Any, example: torch.Tensor) -> Sequence[torch.Tensor]:
     """Cut an array into samples like ``example``; no samples if it has another shape."""
-    if not _is_tensor(array):
+    if not isinstance(array, torch.Tensor):
         return ()
     shape, sizes = tuple(array.shape), tuple(example.shape)
     if shape == sizes:
         return (array,)
     if shape[1:] == sizes:
-        return array  # a stack: its rows are the samples
+        return cast("Sequence[torch.Tensor]", array)  # a stack: its rows are the samples
     if sizes and shape and shape[1:] == sizes[1:] and shape[0] >= sizes[0]:
         return array[: shape[0] // sizes[0] * sizes[0]].split(sizes[0])
     return ()
-
-
-def _samples_of(file: Path, inputs: _SampleShape) -> Iterator[Sample]:
-    if file.suffix.lower() in images.SUFFIXES:
-        if len(inputs.names) != 1:
-            raise InputError(
-                f"{file} is an image, but the model has several inputs",
-                got=f"{len(inputs.names)} inputs ({', '.join(inputs.names)})",
-                expected="one",
-                remedy="Give it arrays in .npz files",
-            )
-        (example,) = inputs.examples
-        shape = tuple(example.shape)
-        if inputs.image is None:
-            image = images.read_image(file, shape, example.dtype)
-        else:
-            image = images.read_picture(file, inputs.image, shape).to(example.dtype)
-        yield inputs.sample([image], str(file))
-        return
-    arrays, labels = _in_order(_read_arrays(file), inputs.names)
-    yield from inputs.batches(arrays, labels, str(file))
 
 
 def _read_arrays(file: Path) -> Mapping[str, Any]:
@@ -324,33 +291,12 @@ def _read_arrays(file: Path) -> Mapping[str, Any]:
     return _by_name(load_torch(file, "tensors", expected))
 
 
-def _in_order(arrays: Mapping[str, Any], names: Sequence[str]) -> tuple[list[Any], Any]:
-    """Return the arrays in the order of the inputs, by name or else as stored, and the labels."""
-    inputs = dict(arrays)
-    labels = inputs.pop(_LABELS, None) if _LABELS not in names else None
-    if set(names) == set(inputs):
-        return [inputs[name] for name in names], labels
-    return list(inputs.values()), labels
-
-
 def _by_name(value: object) -> Mapping[str, Any]:
     """Return values by name; a tuple's values, or a single value, by position."""
     if isinstance(value, Mapping):
         return cast("Mapping[str, Any]", value)
     listed = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
     return {str(position): item for position, item in enumerate(listed)}
-
-
-def _samples_of_factory(
-    where: str, module: str, name: str, inputs: _SampleShape
-) -> Iterator[Sample]:
-    with importable_from_here():
-        factory = find_callable(module, name, FORMS)
-        samples: Iterable[Any] = _call(where, factory)
-        for number, sample in enumerate(samples):
-            origin = f"sample {number} of {where}"
-            arrays, labels = _in_order(_by_name(sample), inputs.names)
-            yield from inputs.batches(arrays, labels, origin)
 
 
 def _call(where: str, factory: Any) -> Iterator[Any]:
@@ -364,17 +310,3 @@ def _call(where: str, factory: Any) -> Iterator[Any]:
         if item is end:
             return
         yield item
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tuple(tensor.shape)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -14,6 +14,7 @@ from coreml_delegate.runtime.coremltools_patch import CoreMLToolsPatch, patch_co
 from coreml_delegate.runtime.delegate import load_blob
 from coreml_delegate.runtime.diagnosis import Diagnosis, Fault, ValueReport
 from coreml_delegate.runtime.engines.base import EngineOptions, Precision, State
+from coreml_delegate.runtime.engines.reference.interpreter import TracedValue
 from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.runtime.hosts import HOSTS, load_program, register
 from coreml_delegate.runtime.loading import Execution, Input, LoadedProgram, load
@@ -23,7 +24,6 @@ from coreml_delegate.runtime.program import shim_build
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.host_program import HostProgram
 from coreml_delegate.runtime.program.stock import StockProgram
-from coreml_delegate.runtime.tracing import TracedValue
 
 
 def cmake_prefix_path() -> str:

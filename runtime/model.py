@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.formats.blob import Buffer
-from coreml_delegate.runtime import diagnosis, tracing
+from coreml_delegate.runtime import diagnosis
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.input_shapes import InputShapes, check_shape, smallest_shape
 from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
+from coreml_delegate.runtime.engines.reference.interpreter import Listener
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES, compile_function
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
@@ -33,7 +34,6 @@ from coreml_delegate.runtime.mil.program import (
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeProgram
 from coreml_delegate.runtime.pictures import is_picture, picture_to_array
-from coreml_delegate.runtime.tracing import Listener
 
 Array = NDArray[Any]
 
@@ -210,7 +210,8 @@ class Model:
             UnsupportedOpError: The reference engine lacks an op.
             ExecutionError: An op failed.
         """
-        return tracing.trace(self._reference, self._inputs(inputs), listener, state=state)
+        own_state = self._reference.copy_state(state)
+        return self._reference.run(self._inputs(inputs), own_state, listener=listener)
 
     def diagnose(
         self,

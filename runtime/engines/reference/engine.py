@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,10 +23,10 @@ from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
 from coreml_delegate.runtime.engines.reference.interpreter import (
-    Computed,
     Frame,
     KernelStep,
     Listener,
+    TracedValue,
 )
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
@@ -33,7 +34,8 @@ from coreml_delegate.runtime.engines.reference.values import (
     storage_dtype,
     value_to_array,
 )
-from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
+from coreml_delegate.runtime.mil.location import Location, located_ops
+from coreml_delegate.runtime.mil.program import Function, Op, StateType, TensorType
 from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
 
 
@@ -118,6 +120,7 @@ class ReferenceFunction:
             states={},
             admitted=self._admitted,
             listener=listener,
+            locations={} if listener is None else self._locations,
             decide=decide,
         )
         with torch.inference_mode():
@@ -136,6 +139,10 @@ class ReferenceFunction:
             for name in (feature.name for feature in self.function.outputs)
         }
 
+    @functools.cached_property
+    def _locations(self) -> dict[Op, Location]:
+        return {op: location for location, op in located_ops(self.function)}
+
     def profile(
         self, inputs: Mapping[str, Array], state: State | None = None
     ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
@@ -147,7 +154,7 @@ class ReferenceFunction:
         times: dict[int, int] = {}
         since = time.perf_counter_ns()
 
-        def note(computed: Computed) -> None:
+        def note(computed: TracedValue) -> None:
             nonlocal since
             index = indices.get(computed.op)
             if index is not None:
@@ -172,6 +179,18 @@ class ReferenceFunction:
             if isinstance(declared, StateType)
         }
         return ReferenceState(tensors) if tensors else None
+
+    def copy_state(self, state: State | None) -> ReferenceState | None:
+        """Return a new state with the content of ``state``, a state of any engine."""
+        copy = self.make_state()
+        if state is None or copy is None:
+            # A state is missing or superfluous, which ``run`` refuses.
+            return copy if state is not None else None
+        fresh = copy.snapshot()
+        for name, value in state.snapshot().items():
+            current = fresh.get(name)
+            copy.write(name, value if current is None else np.asarray(value, current.dtype))
+        return copy
 
     def _state_tensors(self, state: State | None) -> dict[str, Tensor]:
         expected = [name for name, t in self._types.items() if isinstance(t, StateType)]

@@ -12,7 +12,7 @@ from coreml_delegate.formats.entry_cache import CacheOptions
 from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeProgram
-from coreml_delegate.runtime.snapshots import Array, Snapshot
+from coreml_delegate.runtime.snapshots import Array, State
 from coreml_delegate.targets import ComputeUnit
 
 
@@ -111,42 +111,6 @@ _OPTIONS: Mapping[type[enum.Enum], str] = {
     Precision: "engine precision",
     ComputeUnit: "compute unit",
 }
-
-
-class State(Protocol):
-    """Mutable tensors of one model instance, zero at start; opaque outside its engine."""
-
-    def snapshot(self) -> Snapshot:
-        """Return copies of the state tensors, by feature name, in the declared dtypes."""
-        ...
-
-    def restore(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the content of every state tensor.
-
-        Args:
-            snapshot: The result of ``snapshot``, or arrays of the same names and shapes, with
-                dtypes of the same kind.
-
-        Raises:
-            InputError: A name, shape or kind of dtype differs; then nothing is replaced.
-        """
-        ...
-
-    def reset(self) -> None:
-        """Set every state tensor to zero, its initial value."""
-        ...
-
-    def write(self, name: str, value: Array) -> None:
-        """Replace the content of one state tensor.
-
-        Args:
-            name: Feature name.
-            value: Array of the tensor's shape, cast from any dtype of the same kind.
-
-        Raises:
-            InputError: No such state tensor, or the shape or the kind of dtype differs.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
 from coreml_delegate.runtime.op_errors import first_line
-from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
+from coreml_delegate.runtime.snapshots import Snapshot
 from coreml_delegate.targets import ComputeUnit
 from coreml_delegate.third_party import describe_error
 
@@ -70,7 +70,7 @@ _PASSED_AS: Final = {
 _LIBRARY: Final = "libcoremlpython"
 
 
-class CoreMLState:
+class CoreMLState(State):
     """State tensors of one model instance, which Core ML holds.
 
     Args:
@@ -93,22 +93,12 @@ class CoreMLState:
         """Whether this is a state of ``model``."""
         return self._model is model
 
-    def snapshot(self) -> Snapshot:
-        """Return copies of all state tensors; see ``State``."""
-        return {name: self._read(name) for name in self._like}
-
-    def restore(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the content of every state tensor; see ``State``."""
-        for name, value in cast_snapshot(self._like, snapshot).items():
-            self._write(name, value)
-
     def reset(self) -> None:
         """Replace the state by a new one of zeros."""
         self.held = _new_state(self._model)
 
-    def write(self, name: str, value: Array) -> None:
-        """Replace the content of one state tensor; see ``State``."""
-        self._write(name, cast_state(self._like, name, value))
+    def _tensors_like(self) -> Snapshot:
+        return self._like
 
     def _read(self, name: str) -> Array:
         like = self._like[name]

@@ -39,7 +39,6 @@ from coreml_delegate.runtime.program.event_trace import (
     ObservedDelegate,
 )
 from coreml_delegate.runtime.program.host_program import (
-    DelegateState,
     HostProgram,
     states_of,
 )
@@ -64,6 +63,7 @@ from coreml_delegate.runtime.program.plan import (
 from coreml_delegate.runtime.program.ptd import Sources, open_program
 from coreml_delegate.runtime.program.pte import PteProgram, Source
 from coreml_delegate.runtime.program.signature import mutable_buffers
+from coreml_delegate.runtime.snapshots import State
 from coreml_delegate.runtime.threads import cpu_count, one_torch_thread
 
 _logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class PythonProgram(HostProgram):
                     return loaded.run(inputs)
         return copies.run(inputs)
 
-    def _states(self, *, loaded: bool = False) -> dict[str, DelegateState]:
+    def _states(self, *, loaded: bool = False) -> dict[str, State]:
         methods = list(self._methods) if loaded else self.method_names
         return dict(state for name in methods for state in self._loaded(name).states())
 
@@ -271,7 +271,7 @@ class _LoadedMethod:
         """Whether a call changes the state of later calls, of this or another method."""
         return any(True for _ in self.states()) or self._memory.is_shared(self._method)
 
-    def states(self) -> Iterator[tuple[str, DelegateState]]:
+    def states(self) -> Iterator[tuple[str, State]]:
         """Yield the states of the method, with their names."""
         yield from states_of(self._method.name, self.delegates).items()
         buffers = mutable_buffers(self._method)

@@ -12,33 +12,17 @@ import abc
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.files import new_file
 from coreml_delegate.runtime.program.delegate_interface import DelegateCallable, RejectedHosts
 from coreml_delegate.runtime.program.inputs import Value
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.runtime.snapshots import Array, Snapshot, cast_snapshot
+from coreml_delegate.runtime.snapshots import Array, Snapshot, State, cast_snapshot
 
 
-class DelegateState(Protocol):
-    """The states of one loaded delegate; see ``engines.base.State``."""
-
-    def snapshot(self) -> Snapshot:
-        """Return copies of the state tensors, by name."""
-        ...
-
-    def restore(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the content of every state tensor."""
-        ...
-
-    def reset(self) -> None:
-        """Set every state tensor to its initial value."""
-        ...
-
-
-def states_of(method: str, delegates: Sequence[DelegateCallable]) -> dict[str, DelegateState]:
+def states_of(method: str, delegates: Sequence[DelegateCallable]) -> dict[str, State]:
     """Return the states of a method's delegates, by name.
 
     Args:
@@ -179,7 +163,7 @@ class HostProgram(abc.ABC):
                 state.restore({name: checked[f"{prefix}.{name}"] for name in values[prefix]})
 
     @abc.abstractmethod
-    def _states(self, *, loaded: bool = False) -> dict[str, DelegateState]:
+    def _states(self, *, loaded: bool = False) -> dict[str, State]:
         """Return the states by name: of all methods, or only of loaded methods."""
 
     @abc.abstractmethod
@@ -187,7 +171,7 @@ class HostProgram(abc.ABC):
         """Return the ETDump and the values; None if calls are not logged."""
 
 
-def snapshot(states: Mapping[str, DelegateState]) -> Snapshot:
+def snapshot(states: Mapping[str, State]) -> Snapshot:
     """Return copies of all state tensors, by name."""
     return _joined({prefix: state.snapshot() for prefix, state in states.items()})
 

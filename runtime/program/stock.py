@@ -43,7 +43,6 @@ from coreml_delegate.runtime.program.event_trace import (
     used_bytes,
 )
 from coreml_delegate.runtime.program.host_program import (
-    DelegateState,
     HostProgram,
     states_of,
 )
@@ -59,6 +58,7 @@ from coreml_delegate.runtime.program.ptd import Sources, list_sources, open_prog
 from coreml_delegate.runtime.program.pte import Source, map_source
 from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
 from coreml_delegate.runtime.program.signature import mutable_buffers
+from coreml_delegate.runtime.snapshots import State
 from coreml_delegate.third_party import quiet_import
 
 _logger = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ class StockProgram(HostProgram):
                     content = file.read(used_bytes(etdump))
             return etdump, content
 
-    def _states(self, *, loaded: bool = False) -> dict[str, DelegateState]:
+    def _states(self, *, loaded: bool = False) -> dict[str, State]:
         for info in self.program.methods:
             self._check_reachable(info)
         for info in () if loaded else self.program.methods:

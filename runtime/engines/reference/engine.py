@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,34 +35,31 @@ from coreml_delegate.runtime.engines.reference.values import (
 )
 from coreml_delegate.runtime.mil.location import Location, located_ops
 from coreml_delegate.runtime.mil.program import Function, Op, StateType, TensorType
-from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
+from coreml_delegate.runtime.snapshots import Snapshot
 
 
-@dataclass(slots=True)
-class ReferenceState:
-    """State tensors of one model instance."""
+class ReferenceState(State):
+    """State tensors of one model instance.
 
-    tensors: dict[str, Tensor]
+    Args:
+        tensors: The tensors, by name; calls replace them.
+    """
 
-    def snapshot(self) -> Snapshot:
-        """Return copies of all state tensors; see ``State``."""
-        return {name: array.copy() for name, array in self._arrays().items()}
-
-    def restore(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the content of every state tensor; see ``State``."""
-        for name, value in cast_snapshot(self._arrays(), snapshot).items():
-            self.tensors[name] = torch.from_numpy(value)
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
 
     def reset(self) -> None:
         """Set every state tensor to zero."""
         self.tensors.update({n: torch.zeros_like(tensor) for n, tensor in self.tensors.items()})
 
-    def write(self, name: str, value: Array) -> None:
-        """Replace the content of one state tensor; see ``State``."""
-        self.tensors[name] = torch.from_numpy(cast_state(self._arrays(), name, value))
-
-    def _arrays(self) -> Snapshot:
+    def _tensors_like(self) -> Snapshot:
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
+
+    def _read(self, name: str) -> Array:
+        return self.tensors[name].numpy().copy()
+
+    def _write(self, name: str, value: Array) -> None:
+        self.tensors[name] = torch.from_numpy(value)
 
 
 class ReferenceFunction:

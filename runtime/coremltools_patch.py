@@ -27,14 +27,13 @@ import numpy as np
 
 from coreml_delegate import third_party
 from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
-from coreml_delegate.formats.mlpackage import map_package
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.measured_plan import MeasuredPlan
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.pictures import array_to_picture, is_picture
-from coreml_delegate.runtime.pipeline import Pipeline, load_package
+from coreml_delegate.runtime.pipeline import Pipeline, load_mlpackage
 from coreml_delegate.targets import Opset
 
 _ASYNC_WRAPPER = "coremltools.models.ml_program.experimental.async_wrapper"
@@ -232,8 +231,8 @@ class ModelLoader:
             _only_core_ml("compiled models (.mlmodelc)")
         started = time.perf_counter_ns()
         with _as_framework_error():
-            model = load_package(
-                map_package(Path(path)),
+            model = load_mlpackage(
+                path,
                 function_name=function_name or None,
                 engine=self.engine,
                 options=self.options,

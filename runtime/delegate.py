@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Final
@@ -24,19 +24,22 @@ from coreml_delegate.formats.blob_layout import (
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
-from coreml_delegate.runtime.engines.coreml import CALLED_IN_PYTHON, COREML
+from coreml_delegate.runtime.engines.input_shapes import InputShapes
 from coreml_delegate.runtime.engines.reference import REFERENCE
-from coreml_delegate.runtime.engines.shapes import InputShapes
+from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.mil.program import Function, Program
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model, cast_input
 from coreml_delegate.runtime.native import SMALL, NativeCall, NativeProgram
 from coreml_delegate.runtime.observation import Observer
 from coreml_delegate.runtime.program.delegate_interface import (
+    COREML_BACKEND_ID,
     DelegateLoader,
     DelegatePayload,
+    NamedData,
     OpEvent,
 )
+from coreml_delegate.runtime.program.plan import MethodInfo
 from coreml_delegate.runtime.threads import all_torch_threads
 
 
@@ -52,6 +55,7 @@ class CoreMLDelegate:
     Attributes:
         model: The model of the delegate.
         python_reason: The reason why calls need Python, as text; None if they do not.
+        listener: Called with the inputs before each call in Python, unless it is None.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class CoreMLDelegate:
         is_native = self.python_reason is None
         self._native = model.native_call(inputs, self._outputs, self._state) if is_native else None
         self._checked_shapes: tuple[tuple[int, ...], ...] | None = None
+        self.listener: Callable[[Sequence[torch.Tensor]], None] | None = None
 
     @property
     def state(self) -> State | None:
@@ -118,10 +123,12 @@ class CoreMLDelegate:
                 beyond its dtype (which a device truncates silently).
             ExecutionError: An op failed.
         """
+        if self.listener is not None:
+            self.listener(inputs)
         arrays = self._checked_arrays(inputs)
         # OpenVINO has its own threads; the reference engine uses torch's.
         with all_torch_threads() if self._computes_with_torch else nullcontext():
-            results = self.model.run_unchecked(arrays, self._state)
+            results = self.model.compiled(arrays, self._state)
         return [torch.from_numpy(results[name]) for name in self._outputs]
 
     def observe(
@@ -191,25 +198,23 @@ def python_reason(program: Program, function: Function, engine: str, nbytes: int
     Returns:
         The reason as text, or None.
     """
-    if engine == REFERENCE.name:
-        return "the reference engine is Python"
-    if engine == COREML.name:
-        return CALLED_IN_PYTHON
+    if ENGINES[engine].python_reason is not None:
+        return ENGINES[engine].python_reason
     if nbytes > SMALL:
         return f"it has more than {SMALL >> 20} MB"
     return InputShapes.of(program, function).native_obstacle
 
 
-def delegate_loader(engine: str, options: EngineOptions | None = None) -> DelegateLoader:
+def delegate_loader(engine: str | None, options: EngineOptions | None = None) -> DelegateLoader:
     """Return a loader of Core ML delegates for a host.
 
     Args:
-        engine: ``auto``, or an engine's name.
+        engine: See ``compile_function``.
         options: How to execute.
     """
 
     def load(payload: DelegatePayload) -> CoreMLDelegate:
-        blob, function = resolve(payload)
+        blob, function = resolve(payload.processed, payload.named_data)
         files, metadata = blob_files(blob)
         settings = _with_compute_unit(options or EngineOptions(), payload)
         if payload.is_observed:
@@ -248,16 +253,20 @@ _COMPUTE_UNITS: Final = "compute_units"
 """Key of the only compile spec that Core ML's own delegate reads."""
 
 
-def resolve(payload: DelegatePayload) -> tuple[Buffer, str | None]:
+def resolve(processed: Buffer, named_data: NamedData) -> tuple[Buffer, str | None]:
     """Return the blob of a delegate and the function to run; follows a reference to named data.
+
+    Args:
+        processed: The bytes of the delegate: a blob, or a reference.
+        named_data: Finds named data of the program.
 
     Raises:
         BlobFormatError: A malformed reference, or a reference to missing data.
     """
-    reference = BlobReference.decode(payload.processed)
+    reference = BlobReference.decode(processed)
     if reference is None:
-        return payload.processed, None
-    blob = payload.named_data(reference.key)
+        return processed, None
+    blob = named_data(reference.key)
     if blob is None:
         raise BlobFormatError(
             "delegate refers to data the program does not have",
@@ -294,6 +303,38 @@ def blob_files(blob: Buffer) -> tuple[dict[str, memoryview], ModelMetadata]:
             remedy="Export with MODEL_TYPE.MODEL",
         )
     return models[PACKAGE], metadata
+
+
+def load_blob(
+    blob: Buffer,
+    *,
+    function_name: str | None = None,
+    engine: str | None = AUTO,
+    options: EngineOptions | None = None,
+) -> Model:
+    """Load the blob of a delegate, which ``CoreMLBackend.preprocess`` returns.
+
+    Args:
+        blob: The bytes; weights are views of them.
+        function_name: None for the default function.
+        engine: See ``runtime.load_mlpackage``.
+        options: How to execute.
+
+    Raises:
+        BlobFormatError: Not a blob, or a part is missing or malformed.
+        CoreMLDelegateError: As ``load_mlpackage``.
+    """
+    files, _ = blob_files(blob)
+    return Model.from_files(files, function_name=function_name, engine=engine, options=options)
+
+
+def delegate_names(method: MethodInfo) -> dict[int, str]:
+    """Return the names of a method's Core ML delegates by their number among its delegates."""
+    return {
+        index: f"{method.name}_{index}"
+        for index, info in enumerate(method.delegates)
+        if info.backend_id == COREML_BACKEND_ID
+    }
 
 
 def _array(

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
-from coreml_delegate.runtime.engines.reference.interpreter import Computed
+from coreml_delegate.runtime.engines.reference.interpreter import TracedValue
 from coreml_delegate.runtime.engines.reference.values import Value
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Constant, Function
 from coreml_delegate.runtime.mil.widening import has_rounded_constants, widen_array, widen_function
-from coreml_delegate.runtime.tracing import TracedValue, trace
 
 MIN_SQNR_DB = 20.0
 """Ratio of signal to error below which a value has fewer than four right bits."""
@@ -164,15 +163,17 @@ def diagnose(
         return condition
 
     with torch.random.fork_rng(devices=[]):  # both runs start from the same generator state
-        outputs = trace(compiled, inputs, values.append, state=state, decide=record)
+        outputs = compiled.run(
+            inputs, compiled.copy_state(state), listener=values.append, decide=record
+        )
     wide = widen_function(function)
     comparison = _Comparison(values, _inputs_and_constants(function), min_sqnr_db)
     follow = iter(path)
-    trace(
-        REFERENCE.compile(wide, EngineOptions()),
+    widened = REFERENCE.compile(wide, EngineOptions())
+    widened.run(
         {name: widen_array(array) for name, array in inputs.items()},
-        comparison.compare,
-        state=state,
+        widened.copy_state(state),
+        listener=comparison.compare,
         decide=lambda _: next(follow),
     )
     return Diagnosis(
@@ -205,45 +206,52 @@ class _Comparison:
         actual = narrow.double()
         signal, error = signal_and_error(expected, actual)
         sqnr = ratio_db(signal, energy(error))
-        return ValueReport(
-            name=value.name,
-            op_type=value.op_type,
-            location=value.location,
-            turns=value.turns,
-            result=str(value.declared),
-            inputs=value.inputs,
+        return _value_report(
+            value,
             nan=int(actual.isnan().sum()),
             infinite=int(actual.isinf().sum()),
             max_abs=_largest(actual),
             sqnr_db=sqnr,
-            fault=self._fault(value.computed, actual, expected)
+            fault=self._fault(value, actual, expected)
             if not actual.isfinite().all()
             else _loss(narrow.dtype, signal, error, self._least),
         )
 
-    def _fault(self, computed: Computed, actual: Tensor, expected: Tensor) -> Fault | None:
+    def _fault(self, value: TracedValue, actual: Tensor, expected: Tensor) -> Fault | None:
         """Return the fault of a value that is not finite."""
         if actual.isnan().any():
-            return self._nan(computed)
+            return self._nan(value)
         if (actual.isinf() & expected.isfinite()).any():
             return Fault.OVERFLOW
         is_passed_on = any(
-            _any(values, torch.isinf, np.isinf) for values in computed.operands.values()
+            _any(operands, torch.isinf, np.isinf) for operands in value.operands.values()
         )
         return None if is_passed_on else Fault.INFINITE
 
-    def _nan(self, computed: Computed) -> Fault | None:
+    def _nan(self, value: TracedValue) -> Fault | None:
         """Return the fault of NaN that is new, or from inputs or weights; None if passed on."""
         sources = [
             name
-            for name, values in computed.operands.items()
-            if _any(values, torch.isnan, np.isnan)
+            for name, operands in value.operands.items()
+            if _any(operands, torch.isnan, np.isnan)
         ]
         if not sources:
             return Fault.NAN
-        bindings = (binding for name in sources for binding in computed.op.inputs.get(name, ()))
+        bindings = (binding for name in sources for binding in value.op.inputs.get(name, ()))
         is_source = all(isinstance(b, Constant) or b.name in self._sources for b in bindings)
         return Fault.NAN_GIVEN if is_source else None
+
+
+def _value_report(value: TracedValue, **measured: Any) -> ValueReport:
+    return ValueReport(
+        name=value.name,
+        op_type=value.op_type,
+        location=value.location,
+        turns=value.turns,
+        result=str(value.declared),
+        inputs=value.inputs,
+        **measured,
+    )
 
 
 def _inputs_and_constants(function: Function) -> set[str]:
@@ -354,7 +362,7 @@ def _leaves_int32(narrow: TracedValue, wide: TracedValue) -> bool:
     """Whether integers exceed int32 although the operands do not."""
     if narrow.tensor is None or narrow.tensor.dtype is not torch.int32:
         return False
-    operands = (v for values in wide.computed.operands.values() for v in values)
+    operands = (v for values in wide.operands.values() for v in values)
     return is_beyond_int32(wide.tensor) and not any(map(is_beyond_int32, operands))
 
 
@@ -370,13 +378,8 @@ def _wrapped(narrow: TracedValue, wide: TracedValue) -> ValueReport:
     """Return the report on int32 values that have wrapped around."""
     expected, actual = (v.tensor.double() for v in (wide, narrow) if v.tensor is not None)
     signal, error = signal_and_error(expected, actual)
-    return ValueReport(
-        name=narrow.name,
-        op_type=narrow.op_type,
-        location=narrow.location,
-        turns=narrow.turns,
-        result=str(narrow.declared),
-        inputs=narrow.inputs,
+    return _value_report(
+        narrow,
         nan=0,
         infinite=0,
         max_abs=float(expected.abs().max()),

@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.formats.blob import Buffer
-from coreml_delegate.runtime import diagnosis, tracing
+from coreml_delegate.runtime import diagnosis
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines import limits
-from coreml_delegate.runtime.engines.base import EngineOptions, KernelTime, State
+from coreml_delegate.runtime.engines.base import EngineOptions, State
+from coreml_delegate.runtime.engines.input_shapes import InputShapes, check_shape, smallest_shape
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
-from coreml_delegate.runtime.engines.selection import AUTO, compile_function
-from coreml_delegate.runtime.engines.shapes import InputShapes, check_shape, smallest_shape
-from coreml_delegate.runtime.engines.source import ProgramSource
+from coreml_delegate.runtime.engines.reference.interpreter import Listener
+from coreml_delegate.runtime.engines.selection import AUTO, ENGINES, compile_function
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
     Classifier,
@@ -33,7 +34,6 @@ from coreml_delegate.runtime.mil.program import (
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeProgram
 from coreml_delegate.runtime.pictures import is_picture, picture_to_array
-from coreml_delegate.runtime.tracing import Listener
 
 Array = NDArray[Any]
 
@@ -44,10 +44,15 @@ class Model:
     Args:
         program: A program, as read from an mlpackage.
         function_name: None for the program's default function.
-        engine: ``auto``, or an engine's name.
+        engine: See ``compile_function``.
         options: How to execute.
         source: The bytes that ``program`` was read from. With them, the compiled function is shared
             with other models that run it, and may be loaded from the cache. Core ML requires them.
+
+    Attributes:
+        program: The program.
+        function: The function.
+        compiled: The function as the engine compiled it, which does not check its inputs.
 
     Raises:
         ProgramError: No such function.
@@ -59,7 +64,7 @@ class Model:
         program: Program,
         *,
         function_name: str | None = None,
-        engine: str = AUTO,
+        engine: str | None = AUTO,
         options: EngineOptions | None = None,
         source: ProgramSource | None = None,
     ) -> None:
@@ -67,7 +72,7 @@ class Model:
         self.function = program.function(function_name)
         self._options = options or EngineOptions()
         self._selection = compile_function(engine, self.function, self._options, source)
-        self._compiled = self._selection.compiled
+        self.compiled = self._selection.compiled
         self._shapes = InputShapes.of(program, self.function)
         params = {p.name: p.type for p in self.function.params}
         self._param_dtypes = {
@@ -82,7 +87,7 @@ class Model:
         files: Mapping[str, Buffer],
         *,
         function_name: str | None = None,
-        engine: str = AUTO,
+        engine: str | None = AUTO,
         options: EngineOptions | None = None,
     ) -> Model:
         """Load a function of the mlpackage that consists of ``files``.
@@ -151,7 +156,7 @@ class Model:
             ExecutionError: The state does not fit into memory.
         """
         limits.require_memory(_state_nbytes(self.function), "the state")
-        return self._compiled.make_state()
+        return self.compiled.make_state()
 
     def predict(self, inputs: Mapping[str, Any], state: State | None = None) -> dict[str, Any]:
         """Run once.
@@ -185,7 +190,7 @@ class Model:
         Raises:
             CoreMLDelegateError: See ``predict``.
         """
-        return self._compiled(self._inputs(inputs), state)
+        return self.compiled(self._inputs(inputs), state)
 
     def trace(
         self, inputs: Mapping[str, Any], listener: Listener, state: State | None = None
@@ -205,7 +210,8 @@ class Model:
             UnsupportedOpError: The reference engine lacks an op.
             ExecutionError: An op failed.
         """
-        return tracing.trace(self._reference, self._inputs(inputs), listener, state=state)
+        own_state = self._reference.copy_state(state)
+        return self._reference.run(self._inputs(inputs), own_state, listener=listener)
 
     def diagnose(
         self,
@@ -243,8 +249,10 @@ class Model:
             outputs: Names of the outputs, in the order in which calls pass the tensors.
             state: The state that calls read and write, from ``make_state``.
         """
-        interface = self._native_interface(inputs, outputs)
-        return None if interface is None else self._compiled.native_call(interface, state)
+        interface, native = self._native_interface(inputs, outputs), self.compiled.native
+        if interface is None or native is None:
+            return None
+        return native.native_call(interface, state)
 
     def native_program(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeProgram | None:
         """Return the form of the function that runs without Python; None if that is impossible.
@@ -253,14 +261,17 @@ class Model:
             inputs: See ``native_call``.
             outputs: See ``native_call``.
         """
-        interface = self._native_interface(inputs, outputs)
-        if interface is None:
+        interface, native = self._native_interface(inputs, outputs), self.compiled.native
+        if interface is None or native is None:
             return None
-        return self._compiled.native_program(interface, self._shapes.enumerated())
+        return native.native_program(interface, self._shapes.enumerated())
 
     def native_obstacle(self) -> str | None:
         """Return the reason why calls need Python, or None if native calls are possible."""
-        return self._shapes.native_obstacle or self._compiled.native_obstacle()
+        native = self.compiled.native
+        if native is None:
+            return ENGINES[self.engine_name].python_reason
+        return self._shapes.native_obstacle or native.native_obstacle()
 
     def _native_interface(
         self, inputs: Sequence[str], outputs: Sequence[str]
@@ -271,26 +282,18 @@ class Model:
         return NativeInterface(tuple(inputs), tuple(outputs), limits)
 
     def prepare_native_calls(self) -> None:
-        """Make later calls without Python; see ``CompiledFunction.prepare_native_calls``.
+        """Make later calls without Python, if possible.
 
         Takes some milliseconds, and saves as many microseconds in each call.
         """
-        self._compiled.prepare_native_calls()
+        if self.compiled.native is not None:
+            self.compiled.native.prepare_native_calls()
 
     def prepare_shapes(self) -> None:
         """Compile for every enumerated shape now, rather than at the first call with it."""
-        for shapes in self._shapes.enumerated():
-            self._compiled.prepare_shape(shapes)
-
-    def run_unchecked(self, inputs: Mapping[str, Array], state: State | None) -> dict[str, Array]:
-        """Run as ``compute`` does, without checks: names, shapes and dtypes must be right."""
-        return self._compiled(inputs, state)
-
-    def run_profiled(
-        self, inputs: Mapping[str, Array], state: State | None
-    ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
-        """Run unchecked, and time the kernels; see ``CompiledFunction.run_profiled``."""
-        return self._compiled.run_profiled(inputs, state)
+        if self.compiled.native is not None:
+            for shapes in self._shapes.enumerated():
+                self.compiled.native.prepare_shape(shapes)
 
     def with_outputs(self, outputs: Sequence[Feature]) -> Model:
         """Return a model with other values of the function as outputs, on the same engine.
@@ -339,8 +342,8 @@ class Model:
     @functools.cached_property
     def _reference(self) -> ReferenceFunction:
         """The function on the reference engine, for traces."""
-        if isinstance(self._compiled, ReferenceFunction):
-            return self._compiled
+        if isinstance(self.compiled, ReferenceFunction):
+            return self.compiled
         return REFERENCE.compile(self.function, EngineOptions())
 
     def _inputs(self, inputs: Mapping[str, Any]) -> dict[str, Array]:

@@ -71,7 +71,7 @@ class Observer:
         """
         values = self._values(inputs, state) if with_values else {}
         start = time.perf_counter_ns()
-        outputs, kernels = self._model.run_profiled(inputs, state)
+        outputs, kernels = self._model.compiled.profile(inputs, state)
         events = self._events(kernels, start, values)
         if not with_values:
             return outputs, tuple(events)
@@ -157,7 +157,7 @@ class Observer:
         own = self._watched.make_state()
         if own is not None and state is not None:
             own.restore(state.snapshot())
-        computed = self._watched.run_unchecked(inputs, own)
+        computed = self._watched.compiled(inputs, own)
         return {
             index: _padded([computed[out.name] for out in self._ops[index].outputs], count)
             for index, count in self._with_value.items()

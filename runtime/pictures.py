@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import InputError
-from coreml_delegate.runtime.engines.shapes import check_shape
+from coreml_delegate.runtime.engines.input_shapes import check_shape
 from coreml_delegate.runtime.mil.program import ColorSpace, Feature
 from coreml_delegate.runtime.snapshots import Array
 

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from coreml_delegate.errors import BlobFormatError, InputError, ProgramError
 from coreml_delegate.formats.blob import Buffer
-from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate
+from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate, map_package
 from coreml_delegate.runtime.engines.base import EngineOptions, State
+from coreml_delegate.runtime.engines.input_shapes import check_shape
 from coreml_delegate.runtime.engines.reference.kernels.detection import pick_top
 from coreml_delegate.runtime.engines.selection import AUTO
-from coreml_delegate.runtime.engines.shapes import check_shape
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Classifier, Feature, TensorType
 from coreml_delegate.runtime.mil.reader import ML_PROGRAM, parse_model, refusal
@@ -33,29 +34,6 @@ _SUPPRESSION = "nonMaximumSuppression"
 
 Files: TypeAlias = Mapping[str, Buffer]
 """An mlpackage: relative POSIX path -> content."""
-
-
-class Stage(Protocol):
-    """A model of a pipeline, ready to run."""
-
-    @property
-    def inputs(self) -> tuple[Feature, ...]:
-        """The inputs, in order."""
-        ...
-
-    @property
-    def outputs(self) -> tuple[Feature, ...]:
-        """The outputs that ``compute`` returns."""
-        ...
-
-    @property
-    def classifiers(self) -> tuple[Classifier, ...]:
-        """Labels of the classifiers among the models."""
-        ...
-
-    def compute(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Run once; see ``Model.compute``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +261,7 @@ class Pipeline:
 
     Args:
         spec: A pipeline, as read from a package.
-        engine: ``auto``, or an engine's name, for each ML Program.
+        engine: See ``load_mlpackage``, for each ML Program.
         options: How to execute.
 
     Raises:
@@ -295,7 +273,7 @@ class Pipeline:
     function_name = "pipeline"
 
     def __init__(
-        self, spec: PipelineSpec, *, engine: str = AUTO, options: EngineOptions | None = None
+        self, spec: PipelineSpec, *, engine: str | None = AUTO, options: EngineOptions | None = None
     ) -> None:
         self.spec = spec
         self.stages = tuple(_stage(stage, engine, options) for stage in spec.stages)
@@ -394,8 +372,8 @@ def _require(what: str, names: Iterable[str], available: Iterable[str]) -> None:
 
 
 def _stage(
-    spec: Files | Suppression | PipelineSpec, engine: str, options: EngineOptions | None
-) -> Stage:
+    spec: Files | Suppression | PipelineSpec, engine: str | None, options: EngineOptions | None
+) -> Model | Suppression | Pipeline:
     if isinstance(spec, Suppression):
         return spec
     if isinstance(spec, PipelineSpec):
@@ -410,26 +388,30 @@ def _stage(
     return model
 
 
-def load_package(
-    files: Files,
+def load_mlpackage(
+    path: Path | str,
     *,
     function_name: str | None = None,
-    engine: str = AUTO,
+    engine: str | None = AUTO,
     options: EngineOptions | None = None,
 ) -> Model | Pipeline:
-    """Load the ML Program or the pipeline of an mlpackage.
+    """Load an ``.mlpackage`` with an ML Program or a pipeline of ML Programs.
 
     Args:
-        files: Relative POSIX path -> content; constants are views of it.
+        path: The package folder, or an ``.mlmodel`` file; weights are mapped, not read.
         function_name: None for the default function, the only function of a pipeline.
-        engine: ``auto``, or an engine's name.
+        engine: ``auto`` (the fastest engine that can run the program), ``coreml`` (on macOS),
+            ``openvino`` or ``reference``; None for the fastest engine that computes in the
+            program's own types.
         options: How to execute.
 
     Raises:
+        ProgramError: No such package or function, or a model of another type.
         BlobFormatError: A part is missing or malformed.
-        ProgramError: The model is of another type, or there is no such function.
-        CoreMLDelegateError: See ``compile_function``.
+        UnsupportedOpError: The engine lacks an op.
+        EngineUnavailableError: The engine cannot be used here.
     """
+    files = map_package(Path(path))
     pipeline = read_pipeline(files)
     if pipeline is None:
         return Model.from_files(files, function_name=function_name, engine=engine, options=options)

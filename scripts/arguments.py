@@ -96,6 +96,16 @@ def add_compilation(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Declare PROGRAM."""
+    parser.add_argument(
+        "program",
+        type=Path,
+        metavar="PROGRAM",
+        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax)",
+    )
+
+
 def add_execution(parser: argparse.ArgumentParser, *, judging: bool = False) -> None:
     """Declare ``--method`` and the options of ``add_engine``."""
     add_engine(parser, judging=judging)

@@ -11,10 +11,10 @@ from coreml_delegate.errors import ProgramError
 from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.formats.blob_layout import debug_info_in, models_in
 from coreml_delegate.formats.mlpackage import empty_folders
-from coreml_delegate.runtime.delegate import resolve
-from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
+from coreml_delegate.runtime.delegate import delegate_names, resolve
+from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID
 from coreml_delegate.runtime.program.plan import DelegateInfo, MethodInfo
-from coreml_delegate.runtime.program.ptd import ExternalData, check_complete
+from coreml_delegate.runtime.program.ptd import open_program
 from coreml_delegate.runtime.program.pte import PteProgram
 
 
@@ -57,15 +57,6 @@ class BlobModel:
         return empty_folders(self.files) if self.suffix == ".mlpackage" else []
 
 
-def partition_names(method: MethodInfo) -> dict[int, str]:
-    """Return the names of a method's Core ML delegates by their number among its delegates."""
-    return {
-        index: f"{method.name}_{index}"
-        for index, info in enumerate(method.delegates)
-        if info.backend_id == COREML_BACKEND_ID
-    }
-
-
 def open_pte(path: Path, data: Sequence[Path] = ()) -> PteProgram:
     """Open a ``.pte``, with its external data if the files are given.
 
@@ -77,12 +68,7 @@ def open_pte(path: Path, data: Sequence[Path] = ()) -> PteProgram:
         BlobFormatError: A file is no ``.pte`` or ``.ptd``, or malformed.
         ProgramError: A file cannot be read, or ``data`` lacks tensors.
     """
-    program = PteProgram.open(path)
-    if not data:
-        return program
-    external = ExternalData.open(data)
-    check_complete(program, external)
-    return program.with_external(external.get)
+    return open_program(path, data) if data else PteProgram.open(path)
 
 
 def partitions_of(program: PteProgram, method: MethodInfo) -> Iterator[CoreMLPartition]:
@@ -91,16 +77,9 @@ def partitions_of(program: PteProgram, method: MethodInfo) -> Iterator[CoreMLPar
     Raises:
         BlobFormatError: A reference leads nowhere.
     """
-    for index, name in partition_names(method).items():
+    for index, name in delegate_names(method).items():
         info = method.delegates[index]
-        payload = DelegatePayload(
-            backend_id=info.backend_id,
-            processed=info.processed,
-            compile_specs=info.compile_specs,
-            method_name=method.name,
-            named_data=program.named_data,
-        )
-        blob, _ = resolve(payload)
+        blob, _ = resolve(info.processed, program.named_data)
         reference = BlobReference.decode(info.processed)
         yield CoreMLPartition(method.name, index, name, info, blob, reference)
 

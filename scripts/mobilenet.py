@@ -15,13 +15,13 @@ from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.formats.files import provisional_folder, write_folder
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.partition.export import export_model, lower_methods
+from coreml_delegate.runtime import LoadedProgram, load
 from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.arguments import new_output
 from coreml_delegate.scripts.delegates import all_partitions, models_of
 from coreml_delegate.scripts.inputs import vision
-from coreml_delegate.scripts.programs import LoadedProgram, load
 from coreml_delegate.source_model import SourceModel
 from coreml_delegate.third_party import import_optional
 
@@ -57,8 +57,8 @@ def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
     report = _export(source, path)
     console.write(f"{report.to_table()}\n")
     with console.step("Running on the photo"):
-        program = load(path, method=None)
-        in_own_types = load(path, method=None, engine=None)
+        program = load(path)
+        in_own_types = load(path, engine=None)
         (expected,) = source.run([image])
         actual = _sole_tensor(program, image)
         accuracy = Accuracy()
@@ -147,8 +147,7 @@ def _sole_tensor(loaded: LoadedProgram, image: torch.Tensor) -> torch.Tensor:
 
 def _compare_package(package: Path, image: torch.Tensor, expected: torch.Tensor) -> str:
     """Say whether the extracted package and the whole program give the same output."""
-    model: LoadedProgram = load(package, method=None)
-    actual = _sole_tensor(model, image)
+    actual = _sole_tensor(load(package), image)
     same = torch.equal(actual.to(expected.dtype), expected)
     return "gives the same output as the .pte" if same else "gives another output than the .pte"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,8 +14,10 @@ import torch
 
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.formats.mlpackage import map_package
+from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.runtime.engines.base import EngineOptions
+from coreml_delegate.runtime.loading import Execution, LoadedProgram, as_output, is_package
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.pipeline import read_pipeline
 from coreml_delegate.runtime.recording import (
@@ -29,14 +30,8 @@ from coreml_delegate.runtime.recording import (
 )
 from coreml_delegate.scripts.delegates import open_pte, partitions_of
 from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
-from coreml_delegate.scripts.inputs.sampling import generator
-from coreml_delegate.scripts.programs import (
-    Execution,
-    LoadedProgram,
-    as_output,
-    is_package,
-    load,
-)
+from coreml_delegate.scripts.inputs.random_tensors import generator
+from coreml_delegate.scripts.program_arguments import load
 from coreml_delegate.scripts.stablehlo_files import is_stablehlo
 from coreml_delegate.source_model import copy_inputs
 from coreml_delegate.targets import ComputeUnit
@@ -56,7 +51,7 @@ _UNITS: Final = "compute_units"
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How the methods of a program are loaded; see ``programs.load``.
+    """How the methods of a program are loaded; see ``runtime.load``.
 
     Attributes:
         path: The program.
@@ -80,7 +75,7 @@ class Loading:
             host=self.host,
             engine=self.engine,
             options=self.options,
-            data=self.data,
+            data=self.data or None,
         )
 
     def methods(self) -> dict[str, str | None]:
@@ -128,7 +123,7 @@ def record(
 
     Raises:
         OptionError: There are ``inputs``, but several methods.
-        CoreMLDelegateError: See ``programs.load`` and its result.
+        CoreMLDelegateError: See ``runtime.load`` and its result.
     """
     methods = {method: method} if method is not None else loading.methods()
     if inputs and len(methods) > 1:
@@ -183,7 +178,7 @@ def replay(recording: Recording, loading: Loading) -> tuple[dict[str, Accuracy],
 
     Raises:
         ProgramError: The recording is of another program, or has other outputs or states.
-        CoreMLDelegateError: See ``programs.load`` and its result.
+        CoreMLDelegateError: See ``runtime.load`` and its result.
     """
     _require_same_program(recording, loading)
     methods = loading.methods()
@@ -267,21 +262,8 @@ def _machine() -> dict[str, str | None]:
         "system": platform.system(),
         "release": platform.release(),
         "architecture": platform.machine(),
-        "processor": next(_processors(), None),
+        "processor": machine.processor(),
     }
-
-
-def _processors() -> Iterator[str]:
-    """Yield the system's names of the processor, the most exact first."""
-    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-    if platform.system() == "Darwin":
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-            yield result.stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            pass  # a recording can do without the name
-    if name := platform.processor():
-        yield name
 
 
 def describe(recording: Recording) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError
-from coreml_delegate.scripts.inputs.sampling import generator, random_tensor
+from coreml_delegate.runtime.loading import Execution, Input, LoadedProgram, Output
+from coreml_delegate.scripts.inputs.random_tensors import generator, random_tensor
 from coreml_delegate.source_model import SourceModel
 from coreml_delegate.third_party import wrap_errors
 
@@ -53,6 +54,31 @@ def compile_file(
     if engine is None and any(type.dtype.numpy == np.float16 for type in types):
         return program.on("reference", options)
     return program
+
+
+class LoadedStableHLO(LoadedProgram):
+    """A StableHLO program.
+
+    Args:
+        program: The compiled program.
+        options: The engine options that it was compiled with.
+    """
+
+    def __init__(self, program: Program, options: runtime.EngineOptions) -> None:
+        self._program = program
+        self.inputs = tuple(
+            Input(name, torch_dtype(type), default_shape(program, type))
+            for name, type in program.parameters.items()
+        )
+        self.execution = Execution.of_models([program.executable.model], options)
+
+    def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
+        """Run once; see ``LoadedProgram``."""
+        results = self._program.run(*(tensor.numpy() for tensor in inputs))
+        return {
+            name: torch.from_numpy(np.array(array))
+            for name, array in zip(self._program.outputs, results, strict=True)
+        }
 
 
 def default_shape(program: Program, type: TensorType) -> tuple[int, ...]:

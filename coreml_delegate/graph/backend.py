@@ -11,7 +11,8 @@ from coreml_delegate.graph.builder import Builder
 from coreml_delegate.graph.emitter import OPERATIONS, REFUSED
 from coreml_delegate.graph.executable import Buffer
 from coreml_delegate.graph.tensor_types import DType
-from coreml_delegate.runtime import AUTO, ENGINES, EngineOptions
+from coreml_delegate.runtime import AUTO, EngineOptions
+from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.targets import Opset
 
 

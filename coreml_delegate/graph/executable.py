@@ -233,7 +233,7 @@ class Executable:
             array = buffer.stored if is_same_rank else buffer.stored.reshape(-1)
             # Core ML has no inputs of bools.
             inputs[name] = array.astype(np.int32) if type.dtype is DType.BOOL else array
-        outputs = self.model.run_unchecked(inputs, state)
+        outputs = self.model.compiled(inputs, state)
         return tuple(self._output(name, type, outputs, sizes) for name, type in self._outputs)
 
     def save(self, path: Path | str) -> None:

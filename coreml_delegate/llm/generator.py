@@ -169,7 +169,7 @@ class Generator:
 
     def __init__(
         self,
-        program: runtime.PythonProgram | runtime.StockProgram,
+        program: runtime.HostProgram,
         *,
         adapter: str | None = None,
     ) -> None:

@@ -76,10 +76,6 @@ def _fuse_divisor(fuse: Callable[..., bool]) -> Callable[..., bool]:
     return lambda conv, scale: not is_dividend(scale) and fuse(conv, scale)
 
 
-def _fuse_true_mean(fuse: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda total, block: _is_mean(total) and fuse(total, block)
-
-
 def _is_mean(total: Any) -> bool:
     """Return whether the only user of a sum computes its mean."""
     result = total.outputs[0]
@@ -186,7 +182,7 @@ WORKAROUNDS = (
     ),
     _patch(
         f"{_PASSES}.cleanup:fuse_reduce_mean._try_to_transform",
-        _fuse_true_mean,
+        lambda fuse: lambda total, block: _is_mean(total) and fuse(total, block),
         "It turns a sum into a mean if its factor is within 1e-6 of the inverse of the count, or"
         " has more dimensions.",
         2792,
@@ -468,12 +464,8 @@ def own_names() -> tuple[Patch, ...]:
     return tuple(row.with_state(counts) for row in _OWN_NAMES)
 
 
-def _silence(progress: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(progress, disable=True)
-
-
 SILENCE = tuple(
-    _patch(target, _silence, "Progress bars have no option.")
+    _patch(target, partial(partial, disable=True), "Progress bars have no option.")
     for target in (
         f"{_TORCH}.ops:_tqdm",
         f"{_MIL}.passes.pass_pipeline:tqdm",
@@ -483,13 +475,9 @@ SILENCE = tuple(
 """No progress bars."""
 
 
-def _use_folder(folder: str, _: Any) -> Callable[[], str]:
-    return lambda: folder
-
-
 TEMPORARY_FOLDER = _patch(
     "tempfile:gettempdir",
-    _use_folder,
+    lambda folder, _: lambda: folder,
     "Weights and packages are written into temporary folders that are not always removed; the state"
     " is the folder for them.",
 )

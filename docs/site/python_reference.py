@@ -29,8 +29,6 @@ class Page:
     internal: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-_OF_HOSTS = ("delegates", "load", "program")
-
 MODULES: Mapping[str, Page] = MappingProxyType(
     {
         "coreml_delegate": Page(
@@ -43,11 +41,14 @@ MODULES: Mapping[str, Page] = MappingProxyType(
         "coreml_delegate.runtime": Page(
             internal={
                 "Model": (
-                    *("native_.*", "prepare_.*", "run_.*", "with_outputs"),
+                    *("native_.*", "prepare_.*", "with_outputs"),
                     *("from_files", "check_shapes", "param_dtypes"),
                 ),
-                "PythonProgram": _OF_HOSTS,
-                "StockProgram": _OF_HOSTS,
+                "HostProgram": ("delegates", "events"),
+                "PythonProgram": ("delegates", "run"),
+                "StockProgram": ("delegates", "run"),
+                "Execution": ("of", "of_models"),
+                "Input": ("of_feature", "of_value"),
             }
         ),
         "coreml_delegate.runtime.devtools": Page(("Inspector",)),

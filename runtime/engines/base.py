@@ -9,10 +9,10 @@ from typing import Protocol
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.entry_cache import CacheOptions
-from coreml_delegate.runtime.engines.source import ProgramSource
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeProgram
-from coreml_delegate.runtime.snapshots import Array, Snapshot
+from coreml_delegate.runtime.snapshots import Array, State
 from coreml_delegate.targets import ComputeUnit
 
 
@@ -37,7 +37,7 @@ class EngineOptions:
         exact_nan: Whether every op propagates NaN, even where the kernels of a fast engine lose it
             and have to be replaced by slower kernels.
         profiling: Whether ops are timed, which takes some time itself; see
-            ``CompiledFunction.run_profiled``.
+            ``CompiledFunction.profile``.
         cache: Where compiled programs are cached between processes, or None for no cache. By
             default read from the environment; see ``CacheOptions.from_environment``.
         compute_unit: Where the coreml engine may run a program: a ``ComputeUnit`` or its value, or
@@ -113,42 +113,6 @@ _OPTIONS: Mapping[type[enum.Enum], str] = {
 }
 
 
-class State(Protocol):
-    """Mutable tensors of one model instance, zero at start; opaque outside its engine."""
-
-    def snapshot(self) -> Snapshot:
-        """Return copies of the state tensors, by feature name, in the declared dtypes."""
-        ...
-
-    def restore(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the content of every state tensor.
-
-        Args:
-            snapshot: The result of ``snapshot``, or arrays of the same names and shapes, with
-                dtypes of the same kind.
-
-        Raises:
-            InputError: A name, shape or kind of dtype differs; then nothing is replaced.
-        """
-        ...
-
-    def reset(self) -> None:
-        """Set every state tensor to zero, its initial value."""
-        ...
-
-    def write(self, name: str, value: Array) -> None:
-        """Replace the content of one state tensor.
-
-        Args:
-            name: Feature name.
-            value: Array of the tensor's shape, cast from any dtype of the same kind.
-
-        Raises:
-            InputError: No such state tensor, or the shape or the kind of dtype differs.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class KernelTime:
     """The time of one kernel in a run.
@@ -167,38 +131,8 @@ class KernelTime:
     is_mean: bool = False
 
 
-class CompiledFunction(Protocol):
-    """One function, ready to run. It may be called from several threads at the same time."""
-
-    def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
-        """Run once.
-
-        Args:
-            inputs: Arrays by feature name, already checked: dtype of the MIL parameter, any
-                strides.
-            state: From ``make_state`` of the same object; None for stateless functions.
-
-        Returns:
-            Outputs by feature name, in declaration order, C-contiguous and owned by the caller, in
-            the dtype the MIL program computes them in.
-
-        Raises:
-            ExecutionError: An op failed.
-        """
-        ...
-
-    def run_profiled(
-        self, inputs: Mapping[str, Array], state: State | None = None
-    ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
-        """Run once, and return the outputs and the time of every kernel, in order of execution.
-
-        The function must have been compiled with ``profiling``. Raises as a call does.
-        """
-        ...
-
-    def make_state(self) -> State | None:
-        """Return a new state, all zeros; None if the function has no state."""
-        ...
+class NativeFunction(Protocol):
+    """A compiled function that may run without Python."""
 
     def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
         """Return a call that runs without Python; None if that is impossible.
@@ -225,7 +159,7 @@ class CompiledFunction(Protocol):
         ...
 
     def prepare_native_calls(self) -> None:
-        """Make later calls of this object without Python, if possible."""
+        """Make later calls of the function without Python, if possible."""
         ...
 
     def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -237,10 +171,58 @@ class CompiledFunction(Protocol):
         ...
 
 
+class CompiledFunction(Protocol):
+    """One function, ready to run. It may be called from several threads at the same time."""
+
+    @property
+    def native(self) -> NativeFunction | None:
+        """The function as it runs without Python; None if every call needs Python."""
+        ...
+
+    def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
+        """Run once.
+
+        Args:
+            inputs: Arrays by feature name, already checked: dtype of the MIL parameter, any
+                strides.
+            state: From ``make_state`` of the same object; None for stateless functions.
+
+        Returns:
+            Outputs by feature name, in declaration order, C-contiguous and owned by the caller, in
+            the dtype the MIL program computes them in.
+
+        Raises:
+            ExecutionError: An op failed.
+        """
+        ...
+
+    def profile(
+        self, inputs: Mapping[str, Array], state: State | None = None
+    ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
+        """Run once, and return the outputs and the time of every kernel, in order of execution.
+
+        The function must have been compiled with ``profiling``. Raises as a call does.
+        """
+        ...
+
+    def make_state(self) -> State | None:
+        """Return a new state, all zeros; None if the function has no state."""
+        ...
+
+
 class Engine(Protocol):
-    """An engine is a module-level singleton without state per model."""
+    """An engine is a module-level singleton without state per model.
+
+    Attributes:
+        name: Name of the engine.
+    """
 
     name: str
+
+    @property
+    def python_reason(self) -> str | None:
+        """The reason why every call needs Python, as text; None if there is none."""
+        ...
 
     def unavailable_reason(self) -> str | None:
         """Return why this engine cannot be used on this machine, or None if it can."""

@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,12 +50,11 @@ from coreml_delegate.runtime.engines.base import (
     State,
 )
 from coreml_delegate.runtime.engines.live_values import LiveValues
-from coreml_delegate.runtime.engines.source import ProgramSource
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
-from coreml_delegate.runtime.native import NativeInterface
 from coreml_delegate.runtime.op_errors import first_line
-from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
+from coreml_delegate.runtime.snapshots import Snapshot
 from coreml_delegate.targets import ComputeUnit
 from coreml_delegate.third_party import describe_error
 
@@ -71,7 +70,7 @@ _PASSED_AS: Final = {
 _LIBRARY: Final = "libcoremlpython"
 
 
-class CoreMLState:
+class CoreMLState(State):
     """State tensors of one model instance, which Core ML holds.
 
     Args:
@@ -94,22 +93,12 @@ class CoreMLState:
         """Whether this is a state of ``model``."""
         return self._model is model
 
-    def snapshot(self) -> Snapshot:
-        """Return copies of all state tensors; see ``State``."""
-        return {name: self._read(name) for name in self._like}
-
-    def restore(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the content of every state tensor; see ``State``."""
-        for name, value in cast_snapshot(self._like, snapshot).items():
-            self._write(name, value)
-
     def reset(self) -> None:
         """Replace the state by a new one of zeros."""
         self.held = _new_state(self._model)
 
-    def write(self, name: str, value: Array) -> None:
-        """Replace the content of one state tensor; see ``State``."""
-        self._write(name, cast_state(self._like, name, value))
+    def _tensors_like(self) -> Snapshot:
+        return self._like
 
     def _read(self, name: str) -> Array:
         like = self._like[name]
@@ -135,6 +124,8 @@ class CoreMLFunction:
         package: The mlpackage that the model was loaded from, which lives as long as the function.
     """
 
+    native = None
+
     def __init__(self, function: Function, model: Any, package: _Package) -> None:
         self._model = model
         self._package = package
@@ -150,7 +141,7 @@ class CoreMLFunction:
         """Run once; see ``CompiledFunction``."""
         return self._run(inputs, state)[0]
 
-    def run_profiled(
+    def profile(
         self, inputs: Mapping[str, Array], state: State | None = None
     ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
         """Run once, and time the complete call: Core ML does not report times of ops."""
@@ -160,24 +151,6 @@ class CoreMLFunction:
     def make_state(self) -> CoreMLState | None:
         """Return a new state, all zeros; None if the function has no state."""
         return CoreMLState(self._model, self._states) if self._states else None
-
-    def native_call(self, interface: NativeInterface, state: State | None) -> None:
-        """Return None: coremltools is Python."""
-
-    def native_program(
-        self, interface: NativeInterface, shapes: Sequence[Mapping[str, tuple[int, ...]]]
-    ) -> None:
-        """Return None: coremltools is Python."""
-
-    def native_obstacle(self) -> str:
-        """Return the reason why native calls are impossible."""
-        return CALLED_IN_PYTHON
-
-    def prepare_native_calls(self) -> None:
-        """Do nothing: coremltools is Python."""
-
-    def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Do nothing: Core ML has compiled for every shape."""
 
     def _run(
         self, inputs: Mapping[str, Array], state: State | None
@@ -217,10 +190,6 @@ class CoreMLFunction:
         )
 
 
-CALLED_IN_PYTHON: Final = "Core ML is called in Python"
-"""Reason why delegates on this engine have no native calls."""
-
-
 class CoreMLEngine:
     """Runs programs by Core ML, which chooses the processor, the order of sums, and fusions.
 
@@ -229,6 +198,7 @@ class CoreMLEngine:
     """
 
     name = "coreml"
+    python_reason = "Core ML is called in Python"
 
     def unavailable_reason(self) -> str | None:
         """Return the reason why Core ML cannot be used on this machine, or None if it can."""

@@ -6,7 +6,8 @@ its parameters have MIL's names and defaults, and their annotations define the f
 engine passes the arguments. Keyword-only parameters are not part of the schema; they are options
 that the engine sets.
 
-An op may have functions for several opsets. A program uses the newest version of its opset.
+An op may have functions for several opsets. A program uses the newest version of its opset. A later
+version of MIL that only adds optional parameters has no function of its own.
 """
 
 from __future__ import annotations

@@ -12,8 +12,9 @@ from coreml_delegate.runtime.engines.base import CompiledFunction, Engine, Engin
 from coreml_delegate.runtime.engines.coreml import COREML
 from coreml_delegate.runtime.engines.live_values import LiveValues
 from coreml_delegate.runtime.engines.openvino.engine import OPENVINO
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.reference.engine import REFERENCE
-from coreml_delegate.runtime.engines.source import ProgramSource
+from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Function
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,10 @@ _COMPILED: LiveValues[Selection] = LiveValues()
 
 
 def compile_function(
-    name: str, function: Function, options: EngineOptions, source: ProgramSource | None = None
+    name: str | None,
+    function: Function,
+    options: EngineOptions,
+    source: ProgramSource | None = None,
 ) -> Selection:
     """Compile a function with the named engine, or with the fastest engine that can run it.
 
@@ -63,7 +67,8 @@ def compile_function(
     another thread, returns the same compiled function. Each caller makes its own states.
 
     Args:
-        name: ``auto`` for the fastest engine that can run the function, or an engine's name.
+        name: ``auto`` for the fastest engine that can run the function, or an engine's name; None
+            for the fastest engine that computes in the function's own types.
         function: The function to run.
         options: How to execute.
         source: The bytes that ``function`` was read from; without them nothing is shared or cached.
@@ -73,6 +78,11 @@ def compile_function(
         EngineUnavailableError: The named engine cannot be used on this machine.
         UnsupportedOpError: The named engine, or every engine, lacks an op; lists the missing ops.
     """
+    if name is None:
+        # An engine that computes in fp32 shows neither rounding nor overflow of fp16. An option
+        # that changes the types names the engine that has it.
+        is_narrow = any(dtype.bits < DType.FP32.bits for dtype in function.computed_in())
+        name = REFERENCE.name if is_narrow and options.numerics_option is None else AUTO
     if name != AUTO and name not in ENGINES:
         raise OptionError("unknown engine", got=repr(name), expected=" | ".join((AUTO, *ENGINES)))
     if source is None:

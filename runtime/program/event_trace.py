@@ -13,14 +13,12 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from coreml_delegate.errors import ExecutionError, OptionError
-from coreml_delegate.formats.files import new_file
+from coreml_delegate.errors import ExecutionError
 from coreml_delegate.runtime.program.decoder import DTYPES, SCALAR_TYPES
 from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
@@ -216,16 +214,6 @@ class ObservedDelegate:
         return outputs
 
 
-def check_traced(is_traced: bool) -> None:
-    """Refuse to write events that were not collected.
-
-    Raises:
-        OptionError: Events were not collected.
-    """
-    if not is_traced:
-        raise OptionError("the program has no events", remedy="Load it with enable_etdump=True")
-
-
 def used_bytes(etdump: bytes) -> int:
     """Return the number of bytes that the values of an ETDump take in the debug buffer."""
     from executorch.devtools.etdump.serialize import deserialize_from_etdump_flatcc
@@ -244,24 +232,6 @@ def used_bytes(etdump: bytes) -> int:
         ),
         default=0,
     )
-
-
-def write_trace(
-    etdump: bytes,
-    debug_buffer: bytes,
-    etdump_path: Path | str,
-    debug_buffer_path: Path | str | None,
-) -> None:
-    """Write both files of a trace.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
-    with new_file(Path(etdump_path)) as file:
-        file.write(etdump)
-    if debug_buffer_path is not None:
-        with new_file(Path(debug_buffer_path)) as file:
-            file.write(debug_buffer)
 
 
 def debug_buffer_error(what: str, nbytes: int) -> ExecutionError:

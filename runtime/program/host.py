@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Final, NoReturn
 
 import torch
@@ -23,7 +22,7 @@ from coreml_delegate.errors import (
     UnsupportedOpError,
 )
 from coreml_delegate.runtime.op_errors import OpExecutionError, blame, first_line
-from coreml_delegate.runtime.program import states, stock
+from coreml_delegate.runtime.program import stock
 from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
     NO_REJECTED_HOSTS,
@@ -38,8 +37,10 @@ from coreml_delegate.runtime.program.event_trace import (
     LOAD,
     EventTrace,
     ObservedDelegate,
-    check_traced,
-    write_trace,
+)
+from coreml_delegate.runtime.program.host_program import (
+    HostProgram,
+    states_of,
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.instructions import (
@@ -59,9 +60,10 @@ from coreml_delegate.runtime.program.plan import (
     TensorSpec,
     describe,
 )
-from coreml_delegate.runtime.program.ptd import ExternalData, check_complete
+from coreml_delegate.runtime.program.ptd import Sources, open_program
 from coreml_delegate.runtime.program.pte import PteProgram, Source
-from coreml_delegate.runtime.snapshots import Array, Snapshot
+from coreml_delegate.runtime.program.signature import mutable_buffers
+from coreml_delegate.runtime.snapshots import State
 from coreml_delegate.runtime.threads import cpu_count, one_torch_thread
 
 _logger = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ def _remedy_for_other_backends(method: MethodInfo, backend_id: str) -> str:
     return f"Lower it for one backend only: the stock host does not run it either ({reason})."
 
 
-class PythonProgram:
+class PythonProgram(HostProgram):
     """A ``.pte`` loaded for execution in Python.
 
     Calls from several threads run at the same time, as many as there are CPUs, each with its own
@@ -111,110 +113,47 @@ class PythonProgram:
     Mutable buffers and the states of delegates belong to the loaded program: they start at their
     exported values and persist between calls.
 
-    Attributes:
-        host_name: Name of the host.
-        rejected_hosts: If ``auto`` chose the host: by name, why other hosts do not run all methods;
-            empty if the first host does.
+    Args:
+        pte: Path of a ``.pte`` (mapped, not read), its bytes, or an opened program.
+        loader: Prepares delegates.
+        backend_id: The backend whose delegates ``loader`` prepares.
+        data: Files of external data of the program; an opened program has it.
+        rejected_hosts: Value of the attribute.
+        trace: Receives the events of calls, unless it is None.
+
+    Raises:
+        BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
+        ProgramError: A file cannot be read, or ``data`` lacks tensors of the program.
     """
 
-    host_name: Final = "python"
+    host_name = "python"
 
     def __init__(
         self,
-        program: PteProgram,
+        pte: Source | PteProgram,
         loader: DelegateLoader,
         *,
-        backend_id: str,
-        rejected_hosts: RejectedHosts,
+        backend_id: str = COREML_BACKEND_ID,
+        data: Sources | None = None,
+        rejected_hosts: RejectedHosts = NO_REJECTED_HOSTS,
         trace: EventTrace | None = None,
     ) -> None:
-        self.rejected_hosts = rejected_hosts
-        self._program = program
+        program = pte if isinstance(pte, PteProgram) else open_program(pte, data)
+        super().__init__(program, rejected_hosts, threading.RLock())
         self._trace = trace
         self._loader = loader
         self._backend_id = backend_id
         self._memory = ProgramMemory(program, program.named_data)
         self._methods: dict[str, _LoadedMethod] = {}
         self._copies: dict[str, _Copies] = {}
-        self._lock = threading.RLock()
-
-    @classmethod
-    def load(
-        cls,
-        pte: Source | PteProgram,
-        loader: DelegateLoader,
-        *,
-        backend_id: str = COREML_BACKEND_ID,
-        external_data: ExternalData | None = None,
-        rejected_hosts: RejectedHosts = NO_REJECTED_HOSTS,
-        trace: EventTrace | None = None,
-    ) -> PythonProgram:
-        """Load a program; its methods are prepared when first run, or by ``load_method``.
-
-        Args:
-            pte: Path of a ``.pte`` (mapped, not read), its bytes, or an opened program.
-            loader: Prepares delegates.
-            backend_id: The backend whose delegates ``loader`` prepares.
-            external_data: Tensors and named data stored outside the program.
-            rejected_hosts: Value of the attribute.
-            trace: Receives the events of calls, unless it is None.
-
-        Returns:
-            The program.
-
-        Raises:
-            BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
-            ProgramError: The file cannot be read, or tensors are missing in ``external_data``.
-        """
-        program = pte if isinstance(pte, PteProgram) else PteProgram.open(pte)
-        check_complete(program, external_data)
-        if external_data is not None:
-            program = program.with_external(external_data.get)
-        return cls(
-            program, loader, backend_id=backend_id, rejected_hosts=rejected_hosts, trace=trace
-        )
-
-    @property
-    def method_names(self) -> tuple[str, ...]:
-        """Names of the methods, in file order."""
-        return self._program.method_names
-
-    @property
-    def program(self) -> PteProgram:
-        """The program that was read: metadata, delegates, named data."""
-        return self._program
-
-    def load_method(self, name: str = "forward") -> None:
-        """Prepare a method: load its delegates, allocate its memory, find its kernels.
-
-        Raises:
-            ProgramError: No such method; a delegate of another backend; missing data.
-            UnsupportedOpError: An operator has no kernel.
-            BlobFormatError: The method's instructions do not fit its operators.
-        """
-        with self._lock:
-            self._loaded(name)
 
     def delegates(self, method: str) -> tuple[DelegateCallable, ...]:
-        """Return the loaded delegates of a method; raises as ``load_method`` does."""
+        """Return the loaded delegates of a method; see ``HostProgram``."""
         with self._lock:
             return self._loaded(method).delegates
 
     def run(self, method: str, inputs: Sequence[Value]) -> list[Value]:
-        """Run a method once.
-
-        Args:
-            method: Method name.
-            inputs: Inputs in order; tensors of any strides.
-
-        Returns:
-            Outputs in order: copies, safe to keep.
-
-        Raises:
-            InputError: Wrong count, dtype or shape of an input.
-            ExecutionError: A kernel or a delegate failed.
-            ProgramError: See ``load_method``, also for other errors of the first run.
-        """
+        """Run a method once; see ``HostProgram``."""
         copies = self._copies.get(method)
         if copies is None:
             with self._lock:
@@ -224,57 +163,18 @@ class PythonProgram:
                     return loaded.run(inputs)
         return copies.run(inputs)
 
-    def write_etdump_result_to_file(
-        self, etdump_path: Path | str, debug_buffer_path: Path | str | None = None
-    ) -> None:
-        """Write the events of all calls so far; see ``runtime.load_program``.
+    def _states(self, *, loaded: bool = False) -> dict[str, State]:
+        methods = list(self._methods) if loaded else self.method_names
+        return dict(state for name in methods for state in self._loaded(name).states())
 
-        Args:
-            etdump_path: The file to write.
-            debug_buffer_path: The file to write values to, if there are any.
-
-        Raises:
-            OptionError: The program was not loaded with ``enable_etdump``.
-            OSError: A file cannot be written.
-        """
-        check_traced(self._trace is not None)
+    def _logged_events(self) -> tuple[bytes, bytes] | None:
         with self._lock:
-            if self._trace is not None:
-                write_trace(*self._trace.write(), etdump_path, debug_buffer_path)
-
-    def reset_state(self) -> None:
-        """Set all states to their initial values."""
-        with self._lock:
-            states.reset(state for loaded in self._methods.values() for _, state in loaded.states())
-
-    def snapshot_state(self) -> Snapshot:
-        """Return copies of all state tensors, by name; see ``program.states``.
-
-        Loads methods that are not loaded yet, as ``restore_state`` does.
-        """
-        with self._lock:
-            return states.snapshot(self._states())
-
-    def restore_state(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the content of all states.
-
-        Args:
-            snapshot: From ``snapshot_state`` of this or another load of the same program; or
-                arrays of the same names and shapes, with dtypes of the same kind.
-
-        Raises:
-            InputError: A name, shape or kind of dtype differs; then nothing is replaced.
-        """
-        with self._lock:
-            states.restore(self._states(), snapshot)
-
-    def _states(self) -> dict[str, states.DelegateState]:
-        return dict(state for name in self.method_names for state in self._loaded(name).states())
+            return None if self._trace is None else self._trace.write()
 
     def _loaded(self, name: str) -> _LoadedMethod:
         loaded = self._methods.get(name)
         if loaded is None:
-            method = self._program.method(name)
+            method = self.program.method(name)
             check_support(method, self._backend_id)
             if self._trace is None:
                 loaded = self._load_method(method)
@@ -297,7 +197,7 @@ class PythonProgram:
                 processed=info.processed,
                 compile_specs=info.compile_specs,
                 method_name=method.name,
-                named_data=self._program.named_data,
+                named_data=self.program.named_data,
                 is_observed=self._trace is not None,
             )
         )
@@ -371,10 +271,10 @@ class _LoadedMethod:
         """Whether a call changes the state of later calls, of this or another method."""
         return any(True for _ in self.states()) or self._memory.is_shared(self._method)
 
-    def states(self) -> Iterator[tuple[str, states.DelegateState]]:
+    def states(self) -> Iterator[tuple[str, State]]:
         """Yield the states of the method, with their names."""
-        yield from states.states_of(self._method.name, self.delegates)
-        buffers = states.mutable_buffers(self._method)
+        yield from states_of(self._method.name, self.delegates).items()
+        buffers = mutable_buffers(self._method)
         if buffers:
             tensors = {str(index): self._values[index] for index in buffers}
             initial = {str(i): self._memory.initial_value(spec) for i, spec in buffers.items()}

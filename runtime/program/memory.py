@@ -19,7 +19,7 @@ from coreml_delegate.runtime.program.plan import (
     TensorSpec,
 )
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.runtime.snapshots import Array, Snapshot
+from coreml_delegate.runtime.snapshots import Array, Snapshot, State
 
 # The memory planner puts activations and unshared buffers into arena 1, and buffers shared by
 # methods into later arenas. The stock runtime shares every arena, so that one method's activations
@@ -123,7 +123,7 @@ class ProgramMemory:
         return data[: spec.nbytes]
 
 
-class BufferState:
+class BufferState(State):
     """The mutable buffers of a method, as a state.
 
     Args:
@@ -139,15 +139,6 @@ class BufferState:
         self._tensors = tensors
         self._initial = initial
 
-    def snapshot(self) -> Snapshot:
-        """Return copies of the buffers."""
-        return {name: tensor.numpy().copy() for name, tensor in self._tensors.items()}
-
-    def restore(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the content of every buffer."""
-        for name, tensor in self._tensors.items():
-            tensor.copy_(torch.from_numpy(np.ascontiguousarray(snapshot[name])))
-
     def reset(self) -> None:
         """Set every buffer to its initial value."""
         for name, tensor in self._tensors.items():
@@ -156,6 +147,15 @@ class BufferState:
                 tensor.zero_()
             else:
                 tensor.copy_(initial)
+
+    def _tensors_like(self) -> Snapshot:
+        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
+
+    def _read(self, name: str) -> Array:
+        return self._tensors[name].numpy().copy()
+
+    def _write(self, name: str, value: Array) -> None:
+        self._tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
 
 def _to_python(value: object) -> object:

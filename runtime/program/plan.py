@@ -224,6 +224,11 @@ class MethodInfo:
         )
 
     @property
+    def has_jumps(self) -> bool:
+        """Whether the method has loops or branches."""
+        return any(isinstance(call, JumpFalseCall) for chain in self.chains for call in chain)
+
+    @property
     def output_specs(self) -> tuple[ValueSpec, ...]:
         """Metadata of the outputs, in order."""
         return tuple(self.values[index] for index in self.outputs)

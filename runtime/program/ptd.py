@@ -91,7 +91,24 @@ def list_sources(sources: Sources) -> list[Source]:
     return [*sources]
 
 
-def check_complete(program: PteProgram, data: ExternalData | None) -> None:
+def open_program(source: Source, data: Sources | None = None) -> PteProgram:
+    """Open a ``.pte`` with its external data.
+
+    Args:
+        source: Path of a ``.pte``, or its bytes.
+        data: Its ``.ptd`` files; None for a program without them.
+
+    Raises:
+        BlobFormatError: A file is no ``.pte`` or ``.ptd``, or malformed.
+        ProgramError: A file cannot be read, or ``data`` lacks tensors.
+    """
+    program = PteProgram.open(source)
+    external = None if data is None else ExternalData.open(data)
+    _check_complete(program, external)
+    return program if external is None else program.with_external(external.get)
+
+
+def _check_complete(program: PteProgram, data: ExternalData | None) -> None:
     """Check that every external tensor of a program is in its external data.
 
     Args:

@@ -121,6 +121,12 @@ class PteProgram:
         """Keys of the named data, in file order."""
         return tuple(self._data.named)
 
+    @property
+    def default_method(self) -> str:
+        """Name of the method to run when the caller names none."""
+        names = self.method_names
+        return names[0] if len(names) == 1 else "forward"
+
     def method(self, name: str) -> MethodInfo:
         """Return the method called ``name``.
 
@@ -196,6 +202,11 @@ class PteProgram:
                 self.tensor_data(value)
 
 
+def holds_program(view: memoryview) -> bool:
+    """Whether ``view`` starts as a ``.pte`` or a bundled program does."""
+    return bytes(view[4:8]) == _IDENTIFIER or is_bundle(view)
+
+
 def map_source(source: Source, what: str, expected: str) -> tuple[memoryview, str]:
     """Return the mapped bytes of a file, or ``source`` if it is bytes; and the origin for messages.
 
@@ -215,7 +226,7 @@ def map_source(source: Source, what: str, expected: str) -> tuple[memoryview, st
             "a model of Core ML is no ExecuTorch program",
             got=str(path),
             expected=expected,
-            remedy="Run it with coreml-delegate run, or load it with runtime.load_mlpackage",
+            remedy="Run it with coreml-delegate run, or load it with runtime.load",
         )
     try:
         with path.open("rb") as file:

@@ -1,12 +1,11 @@
-"""Names of a method's inputs and outputs; outputs with new values of inputs."""
+"""Names of a method's inputs and outputs; the inputs and buffers that it changes."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
-from coreml_delegate.runtime.program.plan import MethodInfo
-from coreml_delegate.runtime.program.states import written_in_place
+from coreml_delegate.runtime.program.plan import KernelCall, MethodInfo, TensorSpec
 from coreml_delegate.value_names import OUTPUT, read_inputs, read_outputs
 
 _MUTATED = "mutated_input"
@@ -18,7 +17,7 @@ def mutated_inputs(method: MethodInfo) -> dict[int, int]:
     Returns:
         Position of the output -> position of the input. Exporters put these outputs first.
     """
-    written_values = written_in_place(method)
+    written_values = _written_in_place(method)
     return {
         position: method.inputs.index(index)
         for position, index in enumerate(method.outputs)
@@ -58,3 +57,32 @@ def _in_place(
         f"{_MUTATED}_{inputs[mutated[position]]}" if position in mutated else next(names)
         for position in range(len(method.outputs))
     )
+
+
+def mutable_buffers(method: MethodInfo) -> dict[int, TensorSpec]:
+    """Return the mutable buffers of a method, by index in the value table.
+
+    Exporters update only mutable buffers in place, at the end of a run.
+    """
+    return {
+        index: spec
+        for index in sorted(_written_in_place(method))
+        if isinstance(spec := method.values[index], TensorSpec)
+        and spec.allocation is not None
+        and index not in method.inputs
+    }
+
+
+def _written_in_place(method: MethodInfo) -> set[int]:
+    """Return the indices of the values that operators of a method write in place."""
+    return {
+        call.args[0]
+        for chain in method.chains
+        for call in chain
+        if isinstance(call, KernelCall) and _is_in_place(call.operator)
+    }
+
+
+def _is_in_place(operator: str) -> bool:
+    """Whether an operator writes its first argument: ``aten::copy_``, ``aten::index_put_.out``."""
+    return operator.partition(".")[0].endswith("_")

@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,7 @@ from coreml_delegate.errors import (
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.op_errors import first_line
-from coreml_delegate.runtime.program import shim_build, states
+from coreml_delegate.runtime.program import shim_build
 from coreml_delegate.runtime.program.bundle import is_bundle, program_of
 from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
@@ -39,24 +39,26 @@ from coreml_delegate.runtime.program.delegate_interface import (
 from coreml_delegate.runtime.program.event_trace import (
     ALIGNMENT,
     LOGGED_AS,
-    check_traced,
     debug_buffer_error,
     used_bytes,
-    write_trace,
+)
+from coreml_delegate.runtime.program.host_program import (
+    HostProgram,
+    states_of,
 )
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,
     IndexList,
-    JumpFalseCall,
     KernelCall,
     MethodInfo,
     TensorSpec,
 )
-from coreml_delegate.runtime.program.ptd import ExternalData, Sources, check_complete, list_sources
-from coreml_delegate.runtime.program.pte import PteProgram, Source, map_source
+from coreml_delegate.runtime.program.ptd import Sources, list_sources, open_program
+from coreml_delegate.runtime.program.pte import Source, map_source
 from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
-from coreml_delegate.runtime.snapshots import Array, Snapshot
+from coreml_delegate.runtime.program.signature import mutable_buffers
+from coreml_delegate.runtime.snapshots import State
 from coreml_delegate.third_party import quiet_import
 
 _logger = logging.getLogger(__name__)
@@ -130,74 +132,53 @@ def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
         )
 
 
-class StockProgram:
+class StockProgram(HostProgram):
     """A ``.pte`` loaded in the stock runtime. Calls from several threads run one at a time.
 
-    Has the interface of ``PythonProgram``. The loader passed to ``register`` prepares delegates.
+    The loader passed to ``register`` prepares delegates.
 
-    Attributes:
-        host_name: Name of the host.
-        rejected_hosts: If ``auto`` chose the host: by name, why other hosts do not run all methods;
-            empty if the first host does.
+    Args:
+        pte: Path of a ``.pte``, or its bytes.
+        data: External data of the program: path of a ``.ptd``, or its bytes.
+        rejected_hosts: Value of the attribute.
+        enable_etdump: See ``runtime.load_program``.
+        debug_buffer_size: See ``runtime.load_program``.
+
+    Raises:
+        BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
+        ProgramError: A file cannot be read, the runtime refuses it, it takes more memory than is
+            available, or tensors are missing in ``data``.
+        OptionError: ``data`` has several files; the runtime accepts only one.
+        EngineUnavailableError: The runtime cannot be imported.
     """
 
-    host_name: Final = "stock"
+    host_name = "stock"
 
     def __init__(
         self,
-        program: PteProgram,
-        loaded: Any,
-        *,
-        rejected_hosts: RejectedHosts,
-        remaining_bytes: int | None = None,
-    ) -> None:
-        self.rejected_hosts = rejected_hosts
-        self._program = program
-        self._loaded = loaded
-        # Bytes left for values; None if events are not logged.
-        self._remaining_bytes = remaining_bytes
-        self._logs_values = bool(remaining_bytes)
-        self._written: tuple[bytes, bytes] | None = None
-        self._methods: dict[str, Any] = {}
-        self._delegates: dict[str, list[DelegateCallable]] = {}
-
-    @classmethod
-    def load(
-        cls,
         pte: Source,
         *,
         data: Sources | None = None,
         rejected_hosts: RejectedHosts = NO_REJECTED_HOSTS,
         enable_etdump: bool = False,
         debug_buffer_size: int = 0,
-    ) -> StockProgram:
-        """Load a program; its methods are prepared when first run, or by ``load_method``.
-
-        Args:
-            pte: Path of a ``.pte``, or its bytes.
-            data: External data of the program: path of a ``.ptd``, or its bytes.
-            rejected_hosts: Value of the attribute.
-            enable_etdump: See ``runtime.load_program``.
-            debug_buffer_size: See ``runtime.load_program``.
-
-        Raises:
-            BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
-            ProgramError: A file cannot be read, the runtime refuses it, it takes more memory than
-                is available, or tensors are missing in ``data``.
-            OptionError: ``data`` has several files; the runtime accepts only one.
-            EngineUnavailableError: The runtime cannot be imported.
-        """
+    ) -> None:
         # Parsed first for the metadata, and because the runtime's errors on bad bytes say little.
-        program = PteProgram.open(pte)
-        check_complete(program, None if data is None else ExternalData.open(data))
+        program = open_program(pte, data)
+        super().__init__(program, rejected_hosts, _RUNTIME_LOCK)
         planned = max((sum(method.arena_sizes) for method in program.methods), default=0)
         limits.require_available_memory(planned, "the memory that the program plans")
-        remaining_bytes = debug_buffer_size if enable_etdump else None
+        # Bytes left for values; None if events are not logged.
+        self._remaining_bytes = debug_buffer_size if enable_etdump else None
+        self._logs_values = bool(self._remaining_bytes)
+        self._written: tuple[bytes, bytes] | None = None
+        self._methods: dict[str, Any] = {}
+        self._delegates: dict[str, list[DelegateCallable]] = {}
         runtime = _runtime()
         content = _content(pte)
         with _RUNTIME_LOCK, _as_path(data) as data_path:
             try:
-                loaded = runtime.load_program(
+                self._loaded = runtime.load_program(
                     content,
                     data_path=data_path,
                     enable_etdump=enable_etdump,
@@ -207,49 +188,16 @@ class StockProgram:
                 raise ProgramError(
                     "the stock runtime refuses the program", got=first_line(error)
                 ) from error
-        return cls(program, loaded, rejected_hosts=rejected_hosts, remaining_bytes=remaining_bytes)
-
-    @property
-    def method_names(self) -> tuple[str, ...]:
-        """Names of the methods, in file order."""
-        return self._program.method_names
-
-    @property
-    def program(self) -> PteProgram:
-        """The program that was read: metadata, delegates, named data."""
-        return self._program
-
-    def load_method(self, name: str = "forward") -> None:
-        """Prepare a method: load its delegates and allocate its memory.
-
-        Raises:
-            ProgramError: No such method; a backend that the runtime lacks; a refusal.
-            UnsupportedOpError: The runtime lacks an operator.
-        """
-        with _RUNTIME_LOCK:
-            self._method(self._program.method(name))
 
     def delegates(self, method: str) -> tuple[DelegateCallable, ...]:
-        """Return a method's loaded delegates of our backend; raises as ``load_method`` does."""
-        self.load_method(method)
+        """Return a method's loaded delegates of our backend; see ``HostProgram``."""
+        with _RUNTIME_LOCK:
+            self._method(self.program.method(method))
         return tuple(self._delegates[method])
 
     def run(self, method: str, inputs: Sequence[Value]) -> list[Value]:
-        """Run a method once.
-
-        Args:
-            method: Method name.
-            inputs: Inputs in order; tensors of any strides.
-
-        Returns:
-            Outputs in order: copies, safe to keep.
-
-        Raises:
-            InputError: Wrong count, dtype or shape of an input.
-            ExecutionError: A kernel or a delegate failed.
-            ProgramError: See ``load_method``, also for other errors of the first run.
-        """
-        info = self._program.method(method)
+        """Run a method once; see ``HostProgram``."""
+        info = self.program.method(method)
         check_inputs(info, inputs)
         # The runtime ignores the strides of inputs, so bring them into its memory layout.
         arguments = [
@@ -285,25 +233,12 @@ class StockProgram:
             self._remaining_bytes = shim.remaining_bytes or 0
             shim.set_remaining_bytes(None)
 
-    def write_etdump_result_to_file(
-        self, etdump_path: Path | str, debug_buffer_path: Path | str | None = None
-    ) -> None:
-        """Write the events of all calls so far; see ``runtime.load_program``.
+    def _logged_events(self) -> tuple[bytes, bytes] | None:
+        if self._written is None and self._remaining_bytes is not None:
+            self._written = self._read_events()
+        return self._written
 
-        Args:
-            etdump_path: The file to write.
-            debug_buffer_path: The file to write values to, if there are any.
-
-        Raises:
-            OptionError: The program was not loaded with ``enable_etdump``.
-            OSError: A file cannot be written.
-        """
-        check_traced(self._remaining_bytes is not None)
-        if self._written is None:
-            self._written = self._events()
-        write_trace(*self._written, etdump_path, debug_buffer_path)
-
-    def _events(self) -> tuple[bytes, bytes]:
+    def _read_events(self) -> tuple[bytes, bytes]:
         with _RUNTIME_LOCK, tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
             # In a temporary folder, because the runtime does not report failed writes.
             dump, values = Path(folder) / "etdump", Path(folder) / "values"
@@ -316,53 +251,19 @@ class StockProgram:
                     content = file.read(used_bytes(etdump))
             return etdump, content
 
-    def reset_state(self) -> None:
-        """Set the states of the delegates to zero.
-
-        Raises:
-            ProgramError: The program has mutable buffers outside of its delegates, or Core ML's own
-                backend runs them: neither is accessible.
-        """
-        with _RUNTIME_LOCK:
-            states.reset(self._states().values())
-
-    def snapshot_state(self) -> Snapshot:
-        """Return copies of the states of the delegates, by name; see ``program.states``.
-
-        Loads methods that are not loaded yet, as ``restore_state`` does.
-
-        Raises:
-            ProgramError: See ``reset_state``.
-        """
-        with _RUNTIME_LOCK:
-            return states.snapshot(self._states())
-
-    def restore_state(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the states of the delegates.
-
-        Args:
-            snapshot: From ``snapshot_state`` of the same program, on any host.
-
-        Raises:
-            InputError: A name, shape or kind of dtype differs; then nothing is replaced.
-            ProgramError: See ``reset_state``.
-        """
-        with _RUNTIME_LOCK:
-            states.restore(self._states(), snapshot)
-
-    def _states(self) -> dict[str, states.DelegateState]:
-        for info in self._program.methods:
+    def _states(self, *, loaded: bool = False) -> dict[str, State]:
+        for info in self.program.methods:
             self._check_reachable(info)
-        for info in self._program.methods:
+        for info in () if loaded else self.program.methods:
             self._method(info)
         return dict(
             state
             for name, delegates in self._delegates.items()
-            for state in states.states_of(name, delegates)
+            for state in states_of(name, delegates).items()
         )
 
     def _check_reachable(self, info: MethodInfo) -> None:
-        buffers = states.mutable_buffers(info)
+        buffers = mutable_buffers(info)
         if buffers or (machine.has_core_ml() and info.delegates):
             raise ProgramError(
                 "the stock runtime does not give access to what the program keeps",
@@ -398,7 +299,7 @@ def _logged_bytes(info: MethodInfo) -> int:
     specs = [info.values[index] for index in logged]
     tensors = [spec for spec in specs if isinstance(spec, TensorSpec)]
     obstacles = {
-        "loops": any(isinstance(instruction, JumpFalseCall) for instruction in instructions),
+        "loops": info.has_jumps,
         "lists of tensors": any(isinstance(spec, IndexList) for spec in specs),
     }
     dtypes = {spec.dtype for spec in tensors if LOGGED_AS.get(spec.dtype, spec.dtype) != spec.dtype}

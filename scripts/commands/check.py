@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError, ProgramError
-from coreml_delegate.scripts import arguments, console, quantization
+from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_output, new_output
 from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.commands.trace_values import warn_of_rounded_constants
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="ETRecord that export wrote: name the modules of the model",
     )
-    quantization.add_calibration(
+    quantization_options.add_calibration(
         parser,
         "inputs to run, for the rules on overflow and underflow: a folder of images or arrays, "
         "FILE.npz or MODULE:FACTORY; a .bpte has its own",
@@ -158,13 +158,13 @@ def _list_rules(args: argparse.Namespace) -> int:
 
 
 def _models(args: argparse.Namespace) -> ProgramModels:
+    from coreml_delegate.runtime.loading import is_package
     from coreml_delegate.scripts.delegates import open_pte
     from coreml_delegate.scripts.device_findings import (
         models_of_package,
         models_of_pte,
         modules_of_etrecord,
     )
-    from coreml_delegate.scripts.programs import is_package
 
     path: Path = args.program
     if is_package(path):
@@ -179,13 +179,12 @@ def _models(args: argparse.Namespace) -> ProgramModels:
 
 def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
     """Run the program on the user's data, every value in fp16 and in fp32."""
-    from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB
-    from coreml_delegate.scripts.programs import load_traceable
+    from coreml_delegate.scripts.program_arguments import load_to_diagnose
 
     samples: list[tuple[str | None, list[Any]]] = []
     path: Path = args.program
     if args.calibration is not None:
-        program = load_traceable(path, method=args.method, min_sqnr_db=MIN_SQNR_DB)
+        program = load_to_diagnose(path, args.method)
         samples = [(args.method, inputs) for inputs in _samples(args, program.inputs)]
     elif path.suffix == BUNDLE_SUFFIX:
         from coreml_delegate.runtime.program.bundle import cases_of
@@ -203,7 +202,7 @@ def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
     with console.progress(samples, "Running on the data") as tracked:
         for method, inputs in tracked:
             # Each sample starts from the program's initial state.
-            program = load_traceable(path, method=method, min_sqnr_db=MIN_SQNR_DB)
+            program = load_to_diagnose(path, method)
             diagnoses += program.diagnose(inputs)
     return diagnoses
 
@@ -218,7 +217,9 @@ def _samples(args: argparse.Namespace, ports: Sequence[Any]) -> list[list[Any]]:
         for port in ports
     }
     like = SourceModel(module=lambda **inputs: inputs, args=(), kwargs=examples, exported=None)
-    return quantization.read_samples(args, like, ports[0].image if len(ports) == 1 else None)
+    return quantization_options.read_samples(
+        args, like, ports[0].image if len(ports) == 1 else None
+    )
 
 
 def _plans(

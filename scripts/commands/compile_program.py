@@ -59,9 +59,10 @@ def _compiled(path: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from coreml_delegate import runtime
     from coreml_delegate.formats.mlpackage import map_package
     from coreml_delegate.runtime.delegate import CoreMLDelegate
+    from coreml_delegate.runtime.loading import is_package
     from coreml_delegate.runtime.mil.reader import read_files
     from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID
-    from coreml_delegate.scripts.programs import engine_options, is_package
+    from coreml_delegate.scripts.program_arguments import engine_options
 
     options: dict[str, Any] = {"engine": args.engine, "options": engine_options(args)}
     if is_package(path):

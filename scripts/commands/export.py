@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import LoweringError
-from coreml_delegate.scripts import arguments, console, quantization
+from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_outputs, new_output
 from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.inputs import flexible_shapes
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
     from coreml_delegate.quantization import QuantizationAssignment
     from coreml_delegate.runtime.program.plan import MethodInfo
-    from coreml_delegate.scripts.quantization import QuantizationSummary
+    from coreml_delegate.scripts.quantization_options import QuantizationSummary
     from coreml_delegate.source_model import Outcome, SourceModel
 
 _PAGE = ".html"
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_compilation(parser)
     _add_filters(parser)
     flexible_shapes.add_flexible_shapes(parser)
-    quantization.add_quantization(parser)
+    quantization_options.add_quantization(parser)
     arguments.add_report(parser, _FORMS, what="the delegation report")
     arguments.add_force(parser)
     arguments.add_json(parser)
@@ -109,8 +109,8 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     output = _check_outputs(args)
-    assignment = quantization.assignment_of(args)
-    quantization.check(args, assignment)
+    assignment = quantization_options.assignment_of(args)
+    quantization_options.check(args, assignment)
     with console.step("Importing ExecuTorch and coremltools"):
         from coreml_delegate.partition.export import export_model, lower_methods, plan
         from coreml_delegate.scripts.inputs.source import load_source
@@ -213,7 +213,7 @@ def _bundle(program: Any, source: SourceModel, count: int, seed: int) -> bytes:
 
     from coreml_delegate.runtime.program.pte import PteProgram
     from coreml_delegate.runtime.program.signature import mutated_inputs
-    from coreml_delegate.scripts.inputs.sampling import resampled
+    from coreml_delegate.scripts.inputs.random_tensors import resampled
 
     method = PteProgram.open(program.buffer).method("forward")
     _check_bundled(method)
@@ -305,12 +305,12 @@ def _quantized(
 ) -> tuple[SourceModel, QuantizationSummary]:
     from coreml_delegate.quantization.apply import quantize_model
 
-    samples = quantization.calibration_samples(args, source, assignment)
-    summary = quantization.QuantizationSummary.of(source, assignment)
+    samples = quantization_options.calibration_samples(args, source, assignment)
+    summary = quantization_options.QuantizationSummary.of(source, assignment)
     progress = console.progress(samples, "Calibrating") if samples else nullcontext(samples)
     with console.step(f"Quantizing by {assignment.mode.name}"), progress as tracked:
         quantized = quantize_model(source, assignment, tracked)
-    quantization.warn_of_float(quantized.in_float)
+    quantization_options.warn_of_float(quantized.in_float)
     return quantized.source, summary
 
 
@@ -322,7 +322,7 @@ def _partitioner(
     from coreml_delegate.backend import CoreMLBackend
     from coreml_delegate.partition import CoreMLPartitioner
 
-    specs = quantization.compile_specs(
+    specs = quantization_options.compile_specs(
         assignment,
         precision=args.precision,
         target=args.deployment_target,

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> Generator:
     from coreml_delegate.llm.generator import Generator
-    from coreml_delegate.scripts.programs import engine_options
+    from coreml_delegate.scripts.program_arguments import engine_options
 
     with console.step(f"Loading {args.program}"):
         return Generator.load(

@@ -19,12 +19,7 @@ _MAX_LABELS = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "program",
-        type=Path,
-        metavar="PROGRAM",
-        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax)",
-    )
+    arguments.add_program(parser)
     parser.add_argument(
         "--weights",
         action="store_true",
@@ -50,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from coreml_delegate.scripts.programs import is_package
+    from coreml_delegate.runtime.loading import is_package
     from coreml_delegate.scripts.stablehlo_files import is_stablehlo
     from coreml_delegate.scripts.summary import (
         summarize_package,
@@ -80,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_graphs(args: argparse.Namespace) -> None:
+    from coreml_delegate.runtime.loading import is_package
     from coreml_delegate.scripts.delegates import open_pte, read_etrecord
     from coreml_delegate.scripts.model_explorer import graphs_of_package, graphs_of_pte
-    from coreml_delegate.scripts.programs import is_package
     from coreml_delegate.scripts.stablehlo_files import is_stablehlo
 
     path: Path = args.program

@@ -110,34 +110,22 @@ def _measure(args: argparse.Namespace, path: Path, etrecord: Path | None) -> Pro
     """Run a program, and read the times that it logs."""
     from coreml_delegate.runtime.devtools import Inspector
     from coreml_delegate.scripts.delegates import open_pte, read_etrecord
-    from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
-    from coreml_delegate.scripts.inputs.sampling import generator
-    from coreml_delegate.scripts.programs import engine_options, load_traced
+    from coreml_delegate.scripts.program_arguments import inputs_for, load_for
     from coreml_delegate.third_party import wrap_errors
 
     if args.method not in (None, "forward") and etrecord is not None:
         raise OptionError("ExecuTorch's ETRecords support only the method forward", got=args.method)
     with console.step(f"Loading {path}"):
-        traced = load_traced(
-            path,
-            method=args.method,
-            host=args.host,
-            engine=args.engine,
-            options=engine_options(args),
-            data=args.data,
-            debug_buffer_size=0,
-        )
-        if args.input:
-            inputs = read_inputs(args.input, traced.inputs)
-        else:
-            inputs = random_inputs(traced.inputs, generator(args.seed))
-    record = None if etrecord is None else read_etrecord(etrecord, open_pte(path, args.data))
-    if traced.has_jumps:
+        program = load_for(args, path, enable_etdump=True)
+    inputs = inputs_for(args, program)
+    pte = open_pte(path, args.data)
+    record = None if etrecord is None else read_etrecord(etrecord, pte)
+    if pte.method(args.method or pte.default_method).has_jumps:
         raise ProgramError("a method with loops or branches is not profiled: its calls vary")
     with console.step("Running"):
         for _ in range(args.repeat + 1):
-            traced.run(inputs)
-        etdump, _ = traced.events()
+            program.run(inputs)
+        etdump, _ = program.events()
     with wrap_errors("ExecuTorch's Inspector fails; is it this program's ETRecord?"):
         inspector = Inspector(etdump_data=etdump, etrecord=record)
     return read_profile(block.events for block in inspector.event_blocks)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.scripts import arguments, console, quantization
+from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command
 
@@ -52,7 +52,7 @@ _FORMS: Mapping[str, Callable[[Sensitivity], str | bytes]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     arguments.add_source(parser)
-    quantization.add_mode(parser)
+    quantization_options.add_mode(parser)
     arguments.add_data_set(parser)
     parser.add_argument(
         "--target-sqnr",
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     reports: list[Path] = args.report
     suggestion: Path | None = args.suggest
     check_outputs((suggestion, *reports), force=args.force)
-    quantization.check(args, args.quantize)
+    quantization_options.check(args, args.quantize)
     with console.step("Importing ExecuTorch and coremltools"):
         from coreml_delegate.quantization.sensitivity import SensitivityStudy
         from coreml_delegate.scripts.inputs.source import load_source
@@ -118,14 +118,14 @@ def _samples(
 ) -> tuple[list[list[Any]], Iterable[list[Any]] | None]:
     """Return the samples to calibrate with, and the data to compare on; None for the same."""
     from coreml_delegate.scripts.inputs.data_sets import DataSet
-    from coreml_delegate.scripts.inputs.sampling import resampled
+    from coreml_delegate.scripts.inputs.random_tensors import resampled
 
     data_set, _ = arguments.split_data(args.data)
     data = None
     if data_set is not None:
         data = DataSet(data_set, source, limit=args.samples).inputs
     if args.calibration is not None:
-        return quantization.read_samples(args, source), data
+        return quantization_options.read_samples(args, source), data
     count = arguments.SAMPLES if data is not None else args.samples or arguments.SAMPLES
     return list(resampled(source.leaves, count, args.seed)), data
 

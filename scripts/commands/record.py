@@ -12,12 +12,7 @@ from coreml_delegate.scripts.commands import Command
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "program",
-        type=Path,
-        metavar="PROGRAM",
-        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax)",
-    )
+    arguments.add_program(parser)
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE.cmlrun", help="file to write"
     )
@@ -39,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     check_output(args.output, force=args.force)
-    from coreml_delegate.scripts.programs import engine_options
+    from coreml_delegate.scripts.program_arguments import engine_options
     from coreml_delegate.scripts.recordings import Loading, describe, record
 
     loading = Loading(args.program, args.engine, args.host, engine_options(args), tuple(args.data))

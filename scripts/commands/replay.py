@@ -32,8 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    from coreml_delegate.runtime.loading import Execution
     from coreml_delegate.runtime.recording import Recording, write_files
-    from coreml_delegate.scripts.programs import Execution, engine_options
+    from coreml_delegate.scripts.program_arguments import engine_options
     from coreml_delegate.scripts.recordings import Loading, describe, replay
 
     recording = Recording.read(args.recording)

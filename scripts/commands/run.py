@@ -20,12 +20,7 @@ _TOP = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "program",
-        type=Path,
-        metavar="PROGRAM",
-        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax)",
-    )
+    arguments.add_program(parser)
     arguments.add_inputs(parser)
     arguments.add_execution(parser)
     arguments.add_data(parser)
@@ -58,23 +53,11 @@ def run(args: argparse.Namespace) -> int:
     if args.debug_buffer is not None and args.etdump is None:
         args.refuse_usage("--debug-buffer goes with --etdump")
     check_outputs((args.output, args.etdump, args.debug_buffer), force=args.force)
-    from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
-    from coreml_delegate.scripts.inputs.sampling import generator
-    from coreml_delegate.scripts.programs import engine_options, load, median_latency
+    from coreml_delegate.scripts.program_arguments import inputs_for, load_for, median_latency
 
     with console.step(f"Loading {args.program}"):
-        program = load(
-            args.program,
-            method=args.method,
-            host=args.host,
-            engine=args.engine,
-            options=engine_options(args),
-            data=args.data,
-        )
-    if args.input:
-        inputs = read_inputs(args.input, program.inputs)
-    else:
-        inputs = random_inputs(program.inputs, generator(args.seed))
+        program = load_for(args)
+    inputs = inputs_for(args, program)
     with console.step("Running"):
         outputs = program.run(inputs)  # the first run; a stateful program is timed in later states
         latency = median_latency(program, inputs, args.repeat)
@@ -93,18 +76,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _trace(args: argparse.Namespace, inputs: list[Any]) -> None:
     """Run once more, in a program of its own, and write the events."""
-    from coreml_delegate.scripts.programs import DEBUG_BUFFER, engine_options, load_traced
+    from coreml_delegate.scripts.program_arguments import DEBUG_BUFFER, load_for
 
     with console.step("Logging events"), ExitStack() as files:
-        traced = load_traced(
-            args.program,
-            method=args.method,
-            host=args.host,
-            engine=args.engine,
-            options=engine_options(args),
-            data=args.data,
-            debug_buffer_size=0 if args.debug_buffer is None else DEBUG_BUFFER,
-        )
+        buffer_size = 0 if args.debug_buffer is None else DEBUG_BUFFER
+        traced = load_for(args, enable_etdump=True, debug_buffer_size=buffer_size)
         for _ in range(1 if args.debug_buffer is not None else args.repeat):
             traced.run(inputs)
         etdump, values = traced.events()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.scripts import arguments, console
@@ -16,12 +15,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "program",
-        type=Path,
-        metavar="PROGRAM",
-        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax)",
-    )
+    arguments.add_program(parser)
     arguments.add_inputs(parser)
     arguments.add_method(parser)
     arguments.add_seed(parser, "random inputs")
@@ -44,18 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
-    from coreml_delegate.scripts.inputs.sampling import generator
-    from coreml_delegate.scripts.programs import load_traceable
+    from coreml_delegate.scripts.program_arguments import inputs_for, load_to_diagnose
 
     with console.step(f"Loading {args.program}"):
-        program = load_traceable(args.program, method=args.method, min_sqnr_db=args.min_sqnr)
-    if args.input:
-        inputs = read_inputs(args.input, program.inputs)
-    else:
-        inputs = random_inputs(program.inputs, generator(args.seed))
+        program = load_to_diagnose(args.program, args.method)
+    inputs = inputs_for(args, program)
     with console.step("Tracing"):
-        diagnoses = program.diagnose(inputs)
+        diagnoses = program.diagnose(inputs, min_sqnr_db=args.min_sqnr)
     warn_of_rounded_constants(diagnoses)
     if args.json:
         console.write_json([_record(name, d, args.worst) for name, d in diagnoses])

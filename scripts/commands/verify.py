@@ -17,8 +17,8 @@ from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
     from coreml_delegate.runtime.accuracy import Accuracy
+    from coreml_delegate.runtime.loading import Execution, LoadedProgram
     from coreml_delegate.scripts.inputs.data_sets import Sample
-    from coreml_delegate.scripts.programs import Execution, LoadedProgram
     from coreml_delegate.source_model import SourceModel
 
 
@@ -63,20 +63,13 @@ def run(args: argparse.Namespace) -> int:
         return _verify_engine(args)
     if args.program is None:
         return _verify_bundle(args)
-    from coreml_delegate.scripts.comparison import compare
     from coreml_delegate.scripts.inputs.source import load_source
-    from coreml_delegate.scripts.programs import engine_options, load
+    from coreml_delegate.scripts.model_comparison import compare
+    from coreml_delegate.scripts.program_arguments import load_for
     from coreml_delegate.scripts.stablehlo_files import is_stablehlo, load_xla_model
 
     with console.step(f"Loading {args.program}"):
-        program = load(
-            args.program,
-            method=args.method,
-            host=args.host,
-            engine=args.engine,
-            options=engine_options(args),
-            data=args.data,
-        )
+        program = load_for(args)
     with console.step(f"Loading {args.source}"):
         if is_stablehlo(args.source):
             _refuse_options_of_models(args)
@@ -110,28 +103,16 @@ def _verify_engine(args: argparse.Namespace) -> int:
     from coreml_delegate.runtime.accuracy import Accuracy
     from coreml_delegate.runtime.engines.selection import AUTO
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
-    from coreml_delegate.scripts.inputs.sampling import generator
-    from coreml_delegate.scripts.programs import engine_options, load
+    from coreml_delegate.scripts.inputs.random_tensors import generator
+    from coreml_delegate.scripts.program_arguments import load_for
     from coreml_delegate.source_model import copy_inputs
 
-    path, options = Path(args.source), engine_options(args)
+    path = Path(args.source)
     with console.step(f"Loading {path}"):
+        program = load_for(args, path, engine=args.engine or AUTO)
         # The other options are those of --engine, and other engines refuse them.
-        other_options = EngineOptions(threads=options.threads, compute_unit=options.compute_unit)
-        program, other = (
-            load(
-                path,
-                method=args.method,
-                host=host,
-                engine=engine,
-                options=chosen_options,
-                data=args.data,
-            )
-            for host, engine, chosen_options in (
-                (args.host, args.engine or AUTO, options),
-                (AUTO, args.against, other_options),
-            )
-        )
+        options = EngineOptions(threads=args.threads, compute_unit=args.compute_unit)
+        other = load_for(args, path, host=AUTO, engine=args.against, options=options)
     if args.input:
         samples = [read_inputs(args.input, program.inputs)]
     else:
@@ -157,9 +138,10 @@ def _verify_bundle(args: argparse.Namespace) -> int:
     if args.etrecord is not None or has_inputs or args.weights or args.input_shape:
         args.refuse_usage("a bundled program has its own inputs and the model's outputs")
     from coreml_delegate.runtime.accuracy import Accuracy
+    from coreml_delegate.runtime.loading import as_output
     from coreml_delegate.runtime.program.bundle import cases_of
     from coreml_delegate.runtime.program.pte import map_source
-    from coreml_delegate.scripts.programs import as_output, engine_options, load
+    from coreml_delegate.scripts.program_arguments import load_for
 
     view, _ = map_source(path, "the program", f"a {BUNDLE_SUFFIX} file")
     cases = [case for case in cases_of(view) if args.method in (None, case.method)]
@@ -171,14 +153,7 @@ def _verify_bundle(args: argparse.Namespace) -> int:
     with console.step("Comparing"):
         for case in cases:
             # Each case starts from the program's initial state.
-            program = load(
-                path,
-                method=case.method,
-                host=args.host,
-                engine=args.engine,
-                options=engine_options(args),
-                data=args.data,
-            )
+            program = load_for(args, path, method=case.method)
             execution = program.execution
             actual = program.run(list(case.inputs))
             if not case.expected:
@@ -273,19 +248,12 @@ def _compare_operations(
     from coreml_delegate.runtime.devtools import Inspector
     from coreml_delegate.runtime.engines.selection import AUTO
     from coreml_delegate.scripts.delegates import open_pte, read_etrecord
-    from coreml_delegate.scripts.programs import DEBUG_BUFFER, engine_options, load_traced
+    from coreml_delegate.scripts.program_arguments import DEBUG_BUFFER, load_for
     from coreml_delegate.third_party import wrap_errors
 
-    traced = load_traced(
-        args.program,
-        method=args.method,
-        host=args.host,
-        # The engine of the comparison above, if it had one.
-        engine=args.engine or next(iter(execution.engines), AUTO),
-        options=engine_options(args),
-        data=args.data,
-        debug_buffer_size=DEBUG_BUFFER,
-    )
+    # The engine of the comparison above, if it had one.
+    engine = args.engine or next(iter(execution.engines), AUTO)
+    traced = load_for(args, engine=engine, enable_etdump=True, debug_buffer_size=DEBUG_BUFFER)
     record = read_etrecord(args.etrecord, open_pte(args.program, args.data))
     record.update_representative_inputs(list(inputs))
     traced.run(inputs)
@@ -325,7 +293,7 @@ def _samples(
 
     from coreml_delegate.scripts.inputs.data_sets import DataSet, Sample
     from coreml_delegate.scripts.inputs.input_files import random_value, read_inputs
-    from coreml_delegate.scripts.inputs.sampling import generator, resampled
+    from coreml_delegate.scripts.inputs.random_tensors import generator, resampled
 
     ports = [port for port in program.inputs if port.is_tensor]
     positions = [n for n, leaf in enumerate(source.leaves) if isinstance(leaf, torch.Tensor)]

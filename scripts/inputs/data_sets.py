@@ -1,7 +1,8 @@
 """Read samples: calibration data for quantized activations, and data to compare on.
 
-A data set is a folder of images or arrays, a file of arrays, or a function. It is read one sample
-at a time, so that memory does not depend on its size; only a ``.pt`` is loaded as a whole.
+A data set is a folder of images or arrays, a file of arrays, or a function. Files of a folder and
+samples of a function are read one at a time. A ``.npy`` or ``.safetensors`` is mapped; a ``.npz``
+or ``.pt`` is loaded as a whole.
 
 Classes are known where a folder has a folder for each, numbered in order of their names, and where
 arrays or a function's samples have ``labels`` beside the inputs.
@@ -10,23 +11,19 @@ arrays or a function's samples have ``labels`` beside the inputs.
 from __future__ import annotations
 
 import itertools
-import math
-import zipfile
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
-import numpy as np
 import torch
 
 from coreml_delegate.errors import InputError, OptionError
-from coreml_delegate.patches.torch import pytree
 from coreml_delegate.runtime.mil.program import Feature
+from coreml_delegate.runtime.program.plan import describe
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.inputs import images
-from coreml_delegate.scripts.inputs.input_files import load_archive, to_tensor
+from coreml_delegate.scripts.inputs.input_files import load_archive, load_array, to_tensor
 from coreml_delegate.scripts.inputs.source import find_callable, importable_from_here, load_torch
 from coreml_delegate.source_model import SourceModel
 from coreml_delegate.third_party import import_optional, wrap_errors
@@ -36,10 +33,6 @@ _TORCH = frozenset({".pt", ".pth"})
 _READ = frozenset({".npy", ".npz", ".safetensors"}) | _TORCH
 _FORMATS = ", ".join(sorted(_READ | images.SUFFIXES))
 _LABELS: Final = "labels"
-_HEADERS: Final = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +76,19 @@ class DataSet:
         image: Feature | None = None,
     ) -> None:
         self._where = where
-        self._inputs = _SampleShape(source, image)
         self._limit = limit
         self._called = called
+        self._image = image
+        self._leaves = source.leaves
+        # Position, name and example of each input that is a tensor.
+        self._inputs = [
+            (n, name, leaf)
+            for n, (name, leaf) in enumerate(zip(source.input_names, source.leaves, strict=True))
+            if isinstance(leaf, torch.Tensor)
+        ]
+        self._names = [name for _, name, _ in self._inputs]
+        shape = self._inputs[0][2].shape if self._inputs else ()
+        self._rows = shape[0] if shape else 1
 
     def __iter__(self) -> Iterator[Sample]:
         """Read the samples."""
@@ -111,17 +114,17 @@ class DataSet:
             if not path.is_file():
                 kind = self._called.removesuffix(" data")
                 raise OptionError(f"no such {kind} file", got=self._where, expected=FORMS)
-            return _samples_of(path, self._inputs)
+            return self._file(path)
         module, separator, name = self._where.partition(":")
         if not (module and separator and name):
             raise OptionError(f"no such {self._called}", got=repr(self._where), expected=FORMS)
-        return _samples_of_factory(self._where, module, name, self._inputs)
+        return self._factory(module, name)
 
     def _folder(self, path: Path) -> Iterator[Sample]:
         entries = self._listed(path)
         if not any(entry.is_dir() for entry in entries):
             for file in self._files(entries):
-                yield from _samples_of(file, self._inputs)
+                yield from self._file(file)
             return
         files = [entry.name for entry in entries if not entry.is_dir()]
         if files:
@@ -131,8 +134,8 @@ class DataSet:
             )
         for label, folder in enumerate(entries):
             for file in self._files(self._listed(folder)):
-                for sample in _samples_of(file, self._inputs):
-                    yield Sample(sample.leaves, self._inputs.labels_of(label))
+                for sample in self._file(file):
+                    yield Sample(sample.leaves, torch.full((self._rows,), label))
 
     def _listed(self, path: Path) -> list[Path]:
         entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
@@ -150,6 +153,87 @@ class DataSet:
                 expected=_FORMATS,
             )
         return entries
+
+    def _file(self, file: Path) -> Iterator[Sample]:
+        if file.suffix.lower() not in images.SUFFIXES:
+            yield from self._samples(_read_arrays(file), str(file))
+            return
+        if len(self._inputs) != 1:
+            raise InputError(
+                f"{file} is an image, but the model has several inputs",
+                got=f"{len(self._names)} inputs ({', '.join(self._names)})",
+                expected="one",
+                remedy="Give it arrays in .npz files",
+            )
+        example = self._inputs[0][2]
+        shape = tuple(example.shape)
+        if self._image is None:
+            image = images.read_image(file, shape, example.dtype)
+        else:
+            image = images.read_picture(file, self._image, shape).to(example.dtype)
+        yield self._sample([image], str(file))
+
+    def _factory(self, module: str, name: str) -> Iterator[Sample]:
+        with importable_from_here():
+            factory = find_callable(module, name, FORMS)
+            for number, sample in enumerate(_call(self._where, factory)):
+                yield from self._samples(_by_name(sample), f"sample {number} of {self._where}")
+
+    def _samples(self, arrays_by_name: Mapping[str, Any], origin: str) -> Iterator[Sample]:
+        """Yield the samples in arrays, by name or else in the order of the inputs.
+
+        An array may be one sample, a stack of samples, or have a larger batch, which is cut; a
+        remainder is dropped.
+        """
+        inputs = dict(arrays_by_name)
+        labels = inputs.pop(_LABELS, None) if _LABELS not in self._names else None
+        is_named = set(self._names) == set(inputs)
+        arrays = [inputs[name] for name in self._names] if is_named else list(inputs.values())
+        if len(arrays) != len(self._names):
+            raise InputError(
+                f"{origin} does not have as many tensors as the model has inputs",
+                got=str(len(arrays)),
+                expected=f"{len(self._names)} ({', '.join(self._names)})",
+            )
+        examples = [example for _, _, example in self._inputs]
+        parts = [_samples_in(*pair) for pair in zip(arrays, examples, strict=True)]
+        counts = set(map(len, parts)) or {1}
+        if len(counts) > 1 or not all(counts):
+            yield self._sample(arrays, origin)  # raises the reason
+            return
+        (count,) = counts
+        self._check_labels(labels, count, origin)
+        for number in range(count):
+            name = origin if count == 1 else f"sample {number} of {origin}"
+            sample = self._sample([part[number] for part in parts], name)
+            start = number * self._rows
+            classes = None if labels is None else labels[start : start + self._rows].long()
+            yield Sample(sample.leaves, classes)
+
+    def _sample(self, tensors: Sequence[Any], origin: str) -> Sample:
+        """Return the sample of one tensor for every input that is a tensor."""
+        leaves = list(self._leaves)
+        for (position, name, example), tensor in zip(self._inputs, tensors, strict=True):
+            expected = describe(example.dtype, example.shape)
+            is_tensor = isinstance(tensor, torch.Tensor)
+            got = describe(tensor.dtype, tensor.shape) if is_tensor else type(tensor).__name__
+            if got != expected:
+                raise InputError(f"{origin} does not fit input {name}", got=got, expected=expected)
+            leaves[position] = tensor
+        return Sample(leaves)
+
+    def _check_labels(self, labels: Any, count: int, origin: str) -> None:
+        if labels is None:
+            return
+        if not isinstance(labels, torch.Tensor):
+            raise InputError(f"the labels of {origin} are not a tensor", got=type(labels).__name__)
+        least = count * self._rows
+        if labels.dtype.is_floating_point or labels.dim() != 1 or len(labels) < least:
+            raise InputError(
+                f"the labels of {origin} are not one class per row",
+                got=describe(labels.dtype, labels.shape),
+                expected=f"{least} integers",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,313 +263,30 @@ def read_calibration(
         return [sample.leaves for sample in data]
 
 
-class _SampleShape:
-    """Checks samples against the tensors among a model's example inputs.
-
-    Args:
-        source: The model.
-        image: See ``DataSet``.
-    """
-
-    def __init__(self, source: SourceModel, image: Feature | None) -> None:
-        self.image = image
-        self._leaves = source.leaves
-        self._structure = pytree.tree_structure((source.args, dict(source.kwargs)))
-        self._tensors = [n for n, leaf in enumerate(self._leaves) if _is_tensor(leaf)]
-        names = source.input_names
-        self.names = [names[n] for n in self._tensors]
-
-    @property
-    def examples(self) -> list[torch.Tensor]:
-        """The tensors among the example inputs."""
-        return [self._leaves[n] for n in self._tensors]
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of a sample: the first size of the first input."""
-        shape = self.examples[0].shape if self._tensors else ()
-        return shape[0] if shape else 1
-
-    def labels_of(self, label: int) -> torch.Tensor:
-        """Return the labels of a sample whose rows are of one class."""
-        return torch.full((self.rows,), label)
-
-    def sample(self, tensors: Sequence[Any], origin: str) -> Sample:
-        """Return one sample, without labels.
-
-        Args:
-            tensors: One tensor for every input that is a tensor.
-            origin: Where they come from, for messages.
-
-        Raises:
-            InputError: Number, dtypes or shapes do not match.
-        """
-        if len(tensors) != len(self.names):
-            raise InputError(
-                f"{origin} does not have as many tensors as the model has inputs",
-                got=str(len(tensors)),
-                expected=f"{len(self.names)} ({', '.join(self.names)})",
-            )
-        leaves = list(self._leaves)
-        checked = zip(self._tensors, self.names, self.examples, tensors, strict=True)
-        for position, name, example, tensor in checked:
-            if not _is_tensor(tensor) or _signature(tensor) != _signature(example):
-                raise InputError(
-                    f"{origin} does not fit input {name}",
-                    got=_text(tensor),
-                    expected=_text(example),
-                )
-            leaves[position] = tensor
-        return Sample(leaves)
-
-    def batches(self, arrays: Sequence[Any], labels: Any, origin: str) -> Iterator[Sample]:
-        """Yield the samples in ``arrays``.
-
-        An array may be one sample, a stack of samples, or have a larger batch, which is cut; a
-        remainder is dropped.
-
-        Args:
-            arrays: ``_Rows``, one for every input that is a tensor; other objects are refused.
-            labels: ``_Rows``, the right classes, [rows of all samples]; None if not known.
-            origin: Where they come from, for messages.
-
-        Raises:
-            InputError: Number, dtypes or shapes do not match.
-        """
-        if len(arrays) != len(self.names) or not all(map(_is_read, arrays)):
-            self.sample([_whole_array(array) for array in arrays], origin)  # raises the reason
-        pairs = zip(arrays, self.examples, strict=True)
-        cuts = [_Cut.of(array, example) for array, example in pairs]
-        fitting = [cut for cut in cuts if cut is not None]
-        counts = {cut.count for cut in fitting}
-        if len(fitting) != len(cuts) or len(counts) > 1:
-            yield self.sample([_whole_array(array) for array in arrays], origin)  # raises as well
-            return
-        (count,) = counts or {1}
-        self._check_labels(labels, count, origin)
-        for number in range(count):
-            where = origin if count == 1 else f"sample {number} of {origin}"
-            sample = self.sample([cut.next() for cut in fitting], where)
-            sample_labels = None if labels is None else labels.take(self.rows).long()
-            yield Sample(sample.leaves, sample_labels)
-
-    def _check_labels(self, labels: Any, count: int, origin: str) -> None:
-        if labels is None:
-            return
-        if not _is_read(labels):
-            raise InputError(f"the labels of {origin} are not a tensor", got=type(labels).__name__)
-        least = count * self.rows
-        if labels.dtype.is_floating_point or len(labels.shape) != 1 or labels.shape[0] < least:
-            raise InputError(
-                f"the labels of {origin} are not one class per row",
-                got=f"{str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}",
-                expected=f"{least} integers",
-            )
+def _samples_in(array: Any, example: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Cut an array into samples like ``example``; no samples if it has another shape."""
+    if not isinstance(array, torch.Tensor):
+        return ()
+    shape, sizes = tuple(array.shape), tuple(example.shape)
+    if shape == sizes:
+        return (array,)
+    if shape[1:] == sizes:
+        return cast("Sequence[torch.Tensor]", array)  # a stack: its rows are the samples
+    if sizes and shape and shape[1:] == sizes[1:] and shape[0] >= sizes[0]:
+        return array[: shape[0] // sizes[0] * sizes[0]].split(sizes[0])
+    return ()
 
 
-class _Rows(Protocol):
-    """An array that is read from its first row to its last.
-
-    Attributes:
-        shape: Its sizes.
-        dtype: Its element type.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def take(self, count: int | None) -> torch.Tensor:
-        """Return the next ``count`` rows; None for the whole array."""
-        ...
-
-
-class _TensorRows:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._start = 0
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-
-    def take(self, count: int | None) -> torch.Tensor:
-        if count is None:
-            return self._tensor
-        start, self._start = self._start, self._start + count
-        return self._tensor[start : self._start]
-
-
-class _ArrayRows:
-    """A ``.npy``, mapped from its file."""
-
-    def __init__(self, file: Path) -> None:
-        with _reading(file, "the array"):
-            self._array = np.load(file, mmap_mode="r", allow_pickle=False)
-        self._file = file
-        self._start = 0
-        self.shape = tuple(self._array.shape)
-        self.dtype = to_tensor(file, np.empty(0, self._array.dtype)).dtype
-
-    def take(self, count: int | None) -> torch.Tensor:
-        if count is None:
-            return to_tensor(self._file, self._array)
-        start, self._start = self._start, self._start + count
-        return to_tensor(self._file, self._array[start : self._start])
-
-
-class _MemberRows:
-    """A member of a ``.npz``, read as a stream."""
-
-    def __init__(self, file: Path, stream: IO[bytes], shape: tuple[int, ...], dtype: Any) -> None:
-        self._file = file
-        self._stream = stream
-        self._dtype = dtype
-        self.shape = shape
-        self.dtype = to_tensor(file, np.empty(0, dtype)).dtype
-
-    def take(self, count: int | None) -> torch.Tensor:
-        shape = self.shape if count is None else (count, *self.shape[1:])
-        with _reading(self._file):
-            content = self._stream.read(math.prod(shape) * self._dtype.itemsize)
-            return to_tensor(self._file, np.frombuffer(content, self._dtype).reshape(shape))
-
-
-class _SliceRows:
-    """A tensor of a ``.safetensors``."""
-
-    def __init__(self, file: Path, slices: Any) -> None:
-        self._file = file
-        self._slices = slices
-        self._start = 0
-        self.shape = tuple(slices.get_shape())
-        with _reading(file):
-            self.dtype = (slices[:0] if self.shape else slices[...]).dtype
-
-    def take(self, count: int | None) -> torch.Tensor:
-        with _reading(self._file):
-            if count is None:
-                return self._slices[:] if self.shape else self._slices[...]
-            start, self._start = self._start, self._start + count
-            return self._slices[start : self._start]
-
-
-@dataclass(slots=True)
-class _Cut:
-    """An array, cut into samples.
-
-    Attributes:
-        rows: The array.
-        count: Number of samples.
-        step: Rows of each sample; None if the array is one sample.
-        stacked: Whether a row is a sample.
-    """
-
-    rows: _Rows
-    count: int
-    step: int | None
-    stacked: bool = False
-
-    @classmethod
-    def of(cls, rows: _Rows, example: torch.Tensor) -> _Cut | None:
-        """Return how an array is cut, or None if it cannot be."""
-        shape, sizes = rows.shape, tuple(example.shape)
-        if shape == sizes:
-            return cls(rows, 1, None)
-        if shape[1:] == sizes:
-            return cls(rows, shape[0], 1, stacked=True)
-        if sizes and shape and shape[1:] == sizes[1:] and shape[0] >= sizes[0]:
-            return cls(rows, shape[0] // sizes[0], sizes[0])
-        return None
-
-    def next(self) -> torch.Tensor:
-        """Read the next sample."""
-        rows = self.rows.take(self.step)
-        return rows[0] if self.stacked else rows
-
-
-def _samples_of(file: Path, inputs: _SampleShape) -> Iterator[Sample]:
-    if file.suffix.lower() in images.SUFFIXES:
-        if len(inputs.names) != 1:
-            raise InputError(
-                f"{file} is an image, but the model has several inputs",
-                got=f"{len(inputs.names)} inputs ({', '.join(inputs.names)})",
-                expected="one",
-                remedy="Give it arrays in .npz files",
-            )
-        (example,) = inputs.examples
-        shape = tuple(example.shape)
-        if inputs.image is None:
-            image = images.read_image(file, shape, example.dtype)
-        else:
-            image = images.read_picture(file, inputs.image, shape).to(example.dtype)
-        yield inputs.sample([image], str(file))
-        return
-    with _opened(file) as content:
-        arrays, labels = _in_order(content, inputs.names)
-        yield from inputs.batches(arrays, labels, str(file))
-
-
-@contextmanager
-def _opened(file: Path) -> Generator[Mapping[str, Any]]:
-    """Open a file of arrays; nothing is read yet, except of a ``.pt``."""
+def _read_arrays(file: Path) -> Mapping[str, Any]:
+    """Read a file of arrays, by name; a ``.npy`` or ``.safetensors`` is mapped, not read."""
     if file.suffix == ".npy":
-        yield {"": _ArrayRows(file)}
-    elif file.suffix == ".npz":
-        with _reading(file):
-            archive = zipfile.ZipFile(file)
-        with archive:
-            yield {
-                name.removesuffix(".npy"): _member(file, archive, name)
-                for name in archive.namelist()
-            }
-    elif file.suffix == ".safetensors":
-        with _open_safetensors(file) as tensors:
-            yield {
-                name: _SliceRows(file, tensors.get_slice(name))
-                for name in tensors.keys()  # noqa: SIM118 - not a mapping
-            }
-    else:
-        yield {name: _rows_of(value) for name, value in _load_torch(file).items()}
-
-
-def _member(file: Path, archive: zipfile.ZipFile, name: str) -> _Rows:
-    with _reading(file):
-        stream = archive.open(name)
-        header = _HEADERS.get(np.lib.format.read_magic(stream))
-        if header is not None:
-            shape, is_fortran, dtype = header(stream)
-            if not is_fortran and not dtype.hasobject:
-                return _MemberRows(file, stream, shape, dtype)
-    return _TensorRows(to_tensor(file, load_archive(file)[name.removesuffix(".npy")]))
-
-
-@contextmanager
-def _open_safetensors(file: Path) -> Generator[Any]:
-    library = import_optional("safetensors")
-    with _reading(file):
-        opened = library.safe_open(str(file), framework="pt")
-    with opened as tensors:
-        yield tensors
-
-
-@contextmanager
-def _reading(file: Path, what: str = "the arrays") -> Generator[None]:
-    try:
-        yield
-    except (InputError, OptionError):
-        raise
-    except Exception as error:  # readers fail on foreign bytes with whatever comes first
-        raise OptionError(f"cannot read {what} in {file}", got=str(error)) from error
-
-
-def _in_order(arrays: Mapping[str, Any], names: Sequence[str]) -> tuple[list[Any], Any]:
-    """Return the arrays in the order of the inputs, by name or else as stored, and the labels."""
-    inputs = dict(arrays)
-    labels = inputs.pop(_LABELS, None) if _LABELS not in names else None
-    if set(names) == set(inputs):
-        return [inputs[name] for name in names], labels
-    return list(inputs.values()), labels
-
-
-def _load_torch(file: Path) -> Mapping[str, Any]:
+        return {"": to_tensor(file, load_array(file, is_mapped=True))}
+    if file.suffix == ".npz":
+        return {name: to_tensor(file, array) for name, array in load_archive(file).items()}
+    if file.suffix == ".safetensors":
+        library = import_optional("safetensors.torch")
+        with wrap_errors(f"cannot read the arrays in {file}"):
+            return library.load_file(file)
     expected = "a tensor, or several in a tuple or dict, saved by torch.save"
     return _by_name(load_torch(file, "tensors", expected))
 
@@ -496,32 +297,6 @@ def _by_name(value: object) -> Mapping[str, Any]:
         return cast("Mapping[str, Any]", value)
     listed = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
     return {str(position): item for position, item in enumerate(listed)}
-
-
-def _is_read(value: object) -> bool:
-    return isinstance(value, _TensorRows | _ArrayRows | _MemberRows | _SliceRows)
-
-
-def _whole_array(value: Any) -> Any:
-    return value.take(None) if _is_read(value) else value
-
-
-def _rows_of(value: Any) -> Any:
-    """Return a tensor as rows, and any other object unchanged, to be refused where it is used."""
-    return _TensorRows(value) if _is_tensor(value) else value
-
-
-def _samples_of_factory(
-    where: str, module: str, name: str, inputs: _SampleShape
-) -> Iterator[Sample]:
-    with importable_from_here():
-        factory = find_callable(module, name, FORMS)
-        samples: Iterable[Any] = _call(where, factory)
-        for number, sample in enumerate(samples):
-            origin = f"sample {number} of {where}"
-            rows = {key: _rows_of(value) for key, value in _by_name(sample).items()}
-            arrays, labels = _in_order(rows, inputs.names)
-            yield from inputs.batches(arrays, labels, origin)
 
 
 def _call(where: str, factory: Any) -> Iterator[Any]:
@@ -535,17 +310,3 @@ def _call(where: str, factory: Any) -> Iterator[Any]:
         if item is end:
             return
         yield item
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tuple(tensor.shape)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -15,7 +15,7 @@ from torch import nn
 from coreml_delegate.containers import name_return_types, register_containers
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts.inputs import vision
-from coreml_delegate.scripts.inputs.sampling import generator, random_tensor
+from coreml_delegate.scripts.inputs.random_tensors import generator, random_tensor
 from coreml_delegate.scripts.stablehlo_files import is_stablehlo
 from coreml_delegate.source_model import SourceModel
 from coreml_delegate.third_party import (

@@ -9,7 +9,6 @@ count by their versions. Imports by other means, such as ``importlib``, are not 
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -38,7 +37,6 @@ _DISTRIBUTIONS: Final = (
 )
 _OWN: Final = "coreml_delegate"
 _PYTHON: Final = ".py"
-_PROCESSORS: Final = Path("/proc/cpuinfo")
 
 
 def environment() -> Mapping[str, str]:
@@ -49,20 +47,10 @@ def environment() -> Mapping[str, str]:
 @functools.cache
 def machine() -> str:
     """Return the processor of this machine and the number of usable cores."""
-    from coreml_delegate.runtime.threads import cpu_count  # imports torch
+    from coreml_delegate.runtime.machine import processor  # imports torch, as the next
+    from coreml_delegate.runtime.threads import cpu_count
 
-    return f"{next(_processors(), platform.machine())}, {cpu_count()} cores"
-
-
-def _processors() -> Iterator[str]:
-    """Yield the system's names of the processor, the most exact first."""
-    with contextlib.suppress(OSError):  # only Linux has the file
-        for line in _PROCESSORS.read_text().splitlines():
-            label, _, name = line.partition(":")
-            if label.strip() == "model name":
-                yield name.strip()
-    if name := platform.processor():
-        yield name
+    return f"{processor() or platform.machine()}, {cpu_count()} cores"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,15 @@ from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.partition.export import export_model, lower_methods
 from coreml_delegate.quantization import QuantizationAssignment
 from coreml_delegate.quantization.apply import quantize_model
-from coreml_delegate.runtime import EngineOptions
+from coreml_delegate.runtime import EngineOptions, load
 from coreml_delegate.scripts.arguments import SAMPLES
-from coreml_delegate.scripts.comparison import compare
 from coreml_delegate.scripts.inputs.data_sets import DataSet, Sample, read_calibration
 from coreml_delegate.scripts.inputs.input_files import random_inputs
-from coreml_delegate.scripts.inputs.sampling import generator, resampled
+from coreml_delegate.scripts.inputs.random_tensors import generator, resampled
 from coreml_delegate.scripts.inputs.source import load_source
-from coreml_delegate.scripts.programs import load, median_latency
-from coreml_delegate.scripts.quantization import compile_specs
+from coreml_delegate.scripts.model_comparison import compare
+from coreml_delegate.scripts.program_arguments import median_latency
+from coreml_delegate.scripts.quantization_options import compile_specs
 from coreml_delegate.scripts.sweeping.contents import machine
 from coreml_delegate.scripts.sweeping.jobs import AUTO, Job, Model
 from coreml_delegate.scripts.sweeping.sweep_file import assignment_of
@@ -53,7 +53,7 @@ def measure(job: Job, program: Path) -> dict[str, Any]:
     # Loaded again, because quantization may have modified it.
     source = _load(job.model)
     engine = None if job.options.engine == AUTO else job.options.engine
-    loaded = load(program, method=None, engine=engine, options=EngineOptions(threads=1))
+    loaded = load(program, engine=engine, options=EngineOptions(threads=1))
     samples = _Counted(_samples(job.model, source))
     accuracies = compare(source, loaded, samples)
     result = {
@@ -90,7 +90,7 @@ def measure_latency(job: Job, program: Path, repeat: int) -> dict[str, Any]:
     Returns:
         Plain data, the median in milliseconds.
     """
-    loaded = load(program, method=None, engine=job.options.engine)
+    loaded = load(program, engine=job.options.engine)
     inputs = random_inputs(loaded.inputs, generator(job.model.seed))
     loaded.run(inputs)
     return {

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from coreml_delegate.runtime.engines.openvino import control_flow
+from coreml_delegate.runtime.engines.openvino import structural_ops
 from coreml_delegate.runtime.engines.openvino.translations import TRANSLATIONS
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference.kernels import KERNELS
@@ -26,7 +26,7 @@ _COUNTED = ("passed", "failed", "unsupported")
 _HAS = {
     "reference": lambda op, opset: op in compiler.STRUCTURAL or KERNELS.find(op, opset) is not None,
     "openvino": lambda op, opset: (
-        op in control_flow.STRUCTURAL or TRANSLATIONS.find(op, opset) is not None
+        op in structural_ops.STRUCTURAL or TRANSLATIONS.find(op, opset) is not None
     ),
 }
 _INTRODUCTION = """\

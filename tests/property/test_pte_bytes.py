@@ -33,7 +33,7 @@ def load_everything(data: bytes) -> None:
         program = PteProgram.open(data)
     except BlobFormatError:
         return
-    host = PythonProgram.load(program, lambda payload: Delegate(), backend_id="EagerTestBackend")
+    host = PythonProgram(program, lambda payload: Delegate(), backend_id="EagerTestBackend")
     for name in program.method_names:
         try:
             host.load_method(name)

@@ -15,9 +15,8 @@ from hypothesis.extra import numpy as arrays
 from torch._higher_order_ops.while_loop import while_loop
 
 from coreml_delegate.errors import InputError
-from coreml_delegate.runtime import exact_sums
-from coreml_delegate.runtime.accuracy import Accuracy, Int32Watch
-from coreml_delegate.runtime.exact_sums import ExactSum
+from coreml_delegate.runtime import accuracy
+from coreml_delegate.runtime.accuracy import Accuracy, ExactSum, Int32Watch
 
 _FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -46,7 +45,7 @@ def test_a_sum_is_that_of_fractions(numbers, cut):
 def test_large_arrays_are_summed_in_pieces(monkeypatch):
     numbers = np.random.default_rng(0).standard_normal(10_000) * 10.0 ** (np.arange(10_000) % 7)
     whole = _sum(numbers)
-    monkeypatch.setattr(exact_sums, "_CHUNK", 13)
+    monkeypatch.setattr(accuracy, "_CHUNK", 13)
     assert _sum(numbers) == whole
     assert float(whole) == math.fsum(numbers)
 

@@ -35,12 +35,8 @@ class _Stock:
     host_name = "stock"
     method_names = ()
 
-    def __init__(self, rejected_hosts):
+    def __init__(self, _pte, *, rejected_hosts, **_options):
         self.rejected_hosts = rejected_hosts
-
-    @classmethod
-    def load(cls, _pte, *, rejected_hosts, **_options):
-        return cls(rejected_hosts)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 
 from coreml_delegate.dynamic_shapes import input_sizes
 from coreml_delegate.errors import BlobFormatError, InputError
-from coreml_delegate.runtime.engines.shapes import InputShapes
+from coreml_delegate.runtime.engines.input_shapes import InputShapes
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, TensorType
 

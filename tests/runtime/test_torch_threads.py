@@ -72,7 +72,7 @@ def test_kernels_between_delegates_have_one_thread_unless_they_take_long(
 
     monkeypatch.setattr(instructions, "find_kernel", find_kernel)
     monkeypatch.setattr(instructions, "is_long", lambda *_: is_long)
-    program = PythonProgram.load(delegated.two_methods(), EagerDelegate, backend_id=BACKEND_ID)
+    program = PythonProgram(delegated.two_methods(), EagerDelegate, backend_id=BACKEND_ID)
     program.run("forward", [torch.randn(5, 4)])
     assert set(seen) == {_THREADS if is_long else 1}
     assert torch.get_num_threads() == _THREADS
@@ -91,7 +91,7 @@ def test_the_number_is_restored_when_a_delegate_fails() -> None:
 
         return Failing()
 
-    program = PythonProgram.load(delegated.two_methods(), failing, backend_id=BACKEND_ID)
+    program = PythonProgram(delegated.two_methods(), failing, backend_id=BACKEND_ID)
     with pytest.raises(ExecutionError, match="broken"):
         program.run("forward", [torch.randn(5, 4)])
     assert torch.get_num_threads() == _THREADS
@@ -111,7 +111,7 @@ def test_a_program_without_delegates_keeps_all_threads(monkeypatch: pytest.Monke
         )
 
     monkeypatch.setattr(instructions, "find_kernel", find_kernel)
-    program = PythonProgram.load(
+    program = PythonProgram(
         lower({"forward": (Sine(), (torch.randn(3),), None)}), EagerDelegate, backend_id=BACKEND_ID
     )
     program.run("forward", [torch.randn(3)])

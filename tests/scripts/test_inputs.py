@@ -18,7 +18,7 @@ from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.scripts.arguments import new_output
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.scripts.inputs import images, vision
-from coreml_delegate.scripts.inputs.sampling import generator, random_tensor, resample
+from coreml_delegate.scripts.inputs.random_tensors import generator, random_tensor, resample
 
 
 @pytest.fixture

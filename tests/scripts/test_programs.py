@@ -247,7 +247,7 @@ def test_run_package(capsys):
     assert main(["run", "tiny_coreml/forward_0.mlpackage", "--threads", "1"]) == 0
     assert "fp" not in capsys.readouterr().err
     assert main(["run", "tiny_coreml/forward_0.mlpackage", "--host", "python"]) == 1
-    assert error(capsys) == "--host is for a .pte: got tiny_coreml/forward_0.mlpackage"
+    assert error(capsys) == "host is for a .pte: got tiny_coreml/forward_0.mlpackage"
 
 
 INPUTS = {

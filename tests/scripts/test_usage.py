@@ -43,7 +43,7 @@ def test_help_imports_nothing_slow():
 def test_running_a_program_imports_nothing_that_lowers():
     code = (
         "import sys\n"
-        "from coreml_delegate.scripts import programs, recordings, summary\n"
+        "from coreml_delegate.scripts import program_arguments, recordings, summary\n"
         "print(sorted({'executorch.exir', 'coreml_delegate.lowering'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -22,7 +22,7 @@ from coreml_delegate.formats.files import write_folder
 from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.scripts.commands.verify import require
-from coreml_delegate.scripts.programs import load
+from coreml_delegate.scripts.program_arguments import load
 
 pytestmark = pytest.mark.xdist_group("cli")
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.runtime.engines.base import CompiledFunction, Engine, EngineOptions
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
-from coreml_delegate.runtime.engines.source import ProgramSource
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 
 _TELEMETRY = "openvino_telemetry"
@@ -28,6 +28,7 @@ class OpenVinoEngine:
     """
 
     name = "openvino"
+    python_reason = None
 
     def unavailable_reason(self) -> str | None:
         """Return the reason why OpenVINO cannot be used on this machine, or None if it can."""

@@ -13,10 +13,10 @@ from openvino import opset15 as ops
 from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime.engines.openvino import graph
 from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator
-from coreml_delegate.runtime.engines.openvino.control_flow import STRUCTURAL
 from coreml_delegate.runtime.engines.openvino.row_writes import find_row_writes, split_readers
 from coreml_delegate.runtime.engines.openvino.scope import Scope, make_parameter
-from coreml_delegate.runtime.engines.openvino.session.states import StateTypes, Writes
+from coreml_delegate.runtime.engines.openvino.session.state_tensors import StateTypes, Writes
+from coreml_delegate.runtime.engines.openvino.structural_ops import STRUCTURAL
 from coreml_delegate.runtime.engines.openvino.values import Value, refusal
 from coreml_delegate.runtime.mil.program import (
     Feature,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,14 @@ from coreml_delegate.runtime.engines.base import (
     KernelTime,
     State,
 )
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
 from coreml_delegate.runtime.engines.reference.interpreter import (
-    Computed,
     Frame,
     KernelStep,
     Listener,
+    TracedValue,
 )
 from coreml_delegate.runtime.engines.reference.values import (
     Value,
@@ -32,37 +33,33 @@ from coreml_delegate.runtime.engines.reference.values import (
     storage_dtype,
     value_to_array,
 )
-from coreml_delegate.runtime.engines.source import ProgramSource
-from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
-from coreml_delegate.runtime.native import NativeInterface
-from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
+from coreml_delegate.runtime.mil.location import Location, located_ops
+from coreml_delegate.runtime.mil.program import Function, Op, StateType, TensorType
+from coreml_delegate.runtime.snapshots import Snapshot
 
 
-@dataclass(slots=True)
-class ReferenceState:
-    """State tensors of one model instance."""
+class ReferenceState(State):
+    """State tensors of one model instance.
 
-    tensors: dict[str, Tensor]
+    Args:
+        tensors: The tensors, by name; calls replace them.
+    """
 
-    def snapshot(self) -> Snapshot:
-        """Return copies of all state tensors; see ``State``."""
-        return {name: array.copy() for name, array in self._arrays().items()}
-
-    def restore(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the content of every state tensor; see ``State``."""
-        for name, value in cast_snapshot(self._arrays(), snapshot).items():
-            self.tensors[name] = torch.from_numpy(value)
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
 
     def reset(self) -> None:
         """Set every state tensor to zero."""
         self.tensors.update({n: torch.zeros_like(tensor) for n, tensor in self.tensors.items()})
 
-    def write(self, name: str, value: Array) -> None:
-        """Replace the content of one state tensor; see ``State``."""
-        self.tensors[name] = torch.from_numpy(cast_state(self._arrays(), name, value))
-
-    def _arrays(self) -> Snapshot:
+    def _tensors_like(self) -> Snapshot:
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
+
+    def _read(self, name: str) -> Array:
+        return self.tensors[name].numpy().copy()
+
+    def _write(self, name: str, value: Array) -> None:
+        self.tensors[name] = torch.from_numpy(value)
 
 
 class ReferenceFunction:
@@ -75,6 +72,8 @@ class ReferenceFunction:
         function: The function. If several models share this object, it is the function of the first
             model, whose ops a listener receives.
     """
+
+    native = None
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -117,6 +116,7 @@ class ReferenceFunction:
             states={},
             admitted=self._admitted,
             listener=listener,
+            locations={} if listener is None else self._locations,
             decide=decide,
         )
         with torch.inference_mode():
@@ -135,7 +135,11 @@ class ReferenceFunction:
             for name in (feature.name for feature in self.function.outputs)
         }
 
-    def run_profiled(
+    @functools.cached_property
+    def _locations(self) -> dict[Op, Location]:
+        return {op: location for location, op in located_ops(self.function)}
+
+    def profile(
         self, inputs: Mapping[str, Array], state: State | None = None
     ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
         """Run once, and time every op; see ``CompiledFunction``.
@@ -146,7 +150,7 @@ class ReferenceFunction:
         times: dict[int, int] = {}
         since = time.perf_counter_ns()
 
-        def note(computed: Computed) -> None:
+        def note(computed: TracedValue) -> None:
             nonlocal since
             index = indices.get(computed.op)
             if index is not None:
@@ -160,26 +164,6 @@ class ReferenceFunction:
         )
         return outputs, tuple(kernels)
 
-    def native_call(self, interface: NativeInterface, state: State | None) -> None:
-        """Return None: the engine is Python."""
-
-    def native_program(
-        self,
-        interface: NativeInterface,
-        shapes: Sequence[Mapping[str, tuple[int, ...]]],
-    ) -> None:
-        """Return None: the engine is Python."""
-
-    def native_obstacle(self) -> str:
-        """Return the reason why native calls are impossible."""
-        return "the reference engine is Python"
-
-    def prepare_native_calls(self) -> None:
-        """Do nothing: the engine is Python."""
-
-    def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Do nothing: every shape is interpreted."""
-
     def make_state(self) -> ReferenceState | None:
         """Return a state of zeros; None for a function without state."""
         tensors = {
@@ -191,6 +175,18 @@ class ReferenceFunction:
             if isinstance(declared, StateType)
         }
         return ReferenceState(tensors) if tensors else None
+
+    def copy_state(self, state: State | None) -> ReferenceState | None:
+        """Return a new state with the content of ``state``, a state of any engine."""
+        copy = self.make_state()
+        if state is None or copy is None:
+            # A state is missing or superfluous, which ``run`` refuses.
+            return copy if state is not None else None
+        fresh = copy.snapshot()
+        for name, value in state.snapshot().items():
+            current = fresh.get(name)
+            copy.write(name, value if current is None else np.asarray(value, current.dtype))
+        return copy
 
     def _state_tensors(self, state: State | None) -> dict[str, Tensor]:
         expected = [name for name, t in self._types.items() if isinstance(t, StateType)]
@@ -223,6 +219,7 @@ class ReferenceEngine:
     """
 
     name = "reference"
+    python_reason = "the reference engine is Python"
 
     def unavailable_reason(self) -> str | None:
         """Return None, because torch is a dependency."""

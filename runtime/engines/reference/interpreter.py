@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeAlias
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from coreml_delegate.runtime.engines import limits
@@ -20,37 +21,69 @@ from coreml_delegate.runtime.engines.reference.values import (
     cast_to_declared,
     describe,
     describe_operand,
+    value_to_array,
 )
-from coreml_delegate.runtime.mil.location import describe_op
-from coreml_delegate.runtime.mil.program import Constant, Function, NamedType, Op
+from coreml_delegate.runtime.mil.location import Location, describe_op
+from coreml_delegate.runtime.mil.program import Constant, Function, NamedType, Op, ValueType
 from coreml_delegate.runtime.op_errors import OpError, OpExecutionError, blame, summary
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """A value that an op has just computed.
+class TracedValue:
+    """A value that an op of the program has just computed.
 
     Attributes:
         op: The op that computed the value.
         output: The output of the op.
+        location: Location of the op.
+        turns: Index of the iteration of every loop around the op, outermost first, from 0.
         value: Shared with the interpreter: never modified afterwards, and not to be modified.
-        turns: Index of the iteration of every loop around the op, outermost first.
         operands: The op's operands by parameter name.
     """
 
     op: Op
     output: NamedType
-    value: Value
+    location: Location
     turns: tuple[int, ...]
+    value: Value
     operands: Operands
 
+    @property
+    def name(self) -> str:
+        """The output's name in the program."""
+        return self.output.name
 
-class Listener(Protocol):
-    """Receives every value that an op computes, including nested blocks and every iteration."""
+    @property
+    def op_type(self) -> str:
+        """MIL op type."""
+        return self.op.type
 
-    def __call__(self, computed: Computed) -> None:
-        """Receive the new value of an output; constants are not passed."""
-        ...
+    @property
+    def declared(self) -> ValueType:
+        """The type that the program declares."""
+        return self.output.type
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The value as a new array; lists and strings are boxed, with dtype object."""
+        return value_to_array(self.value, self.declared)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The value without a copy, which must not be modified; None if it is no tensor."""
+        return self.value if isinstance(self.value, Tensor) else None
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Dtype and shape of every operand by parameter name; the value of short operands."""
+        return {name: describe_operand(values) for name, values in self.operands.items()}
+
+
+Listener: TypeAlias = Callable[[TracedValue], None]
+"""Receives every value in order of execution, including nested blocks and every iteration.
+
+Constants are not passed. Values may be kept, because they are never modified.
+"""
 
 
 @dataclass(slots=True)
@@ -64,6 +97,7 @@ class Frame:
         admitted: Signature of the arguments with which each step last passed the memory guard;
             shared by the calls of a function.
         listener: Receives the values, if it is not None.
+        locations: Location of every op, for the listener.
         decide: Maps the value of a condition to its outcome, so that a comparison of two runs can
             make one follow the path of the other.
         turns: Index of the current iteration of every loop that is running, outermost first.
@@ -75,6 +109,7 @@ class Frame:
     states: dict[int, Tensor]
     admitted: dict[KernelStep, tuple[Any, ...]]
     listener: Listener | None = None
+    locations: Mapping[Op, Location] = field(default_factory=dict[Op, Location])
     decide: Callable[[bool], bool] = bool
     turns: list[int] = field(default_factory=list[int])
     remaining: int = field(default_factory=lambda: limits.MAX_TURNS)
@@ -180,9 +215,9 @@ def _run_entry(entry: Entry, frame: Frame) -> None:
 
 
 def _notify(listener: Listener, entry: Entry, frame: Frame, values: list[Value]) -> None:
-    operands, turns = _read_operands(entry.step, frame), tuple(frame.turns)
+    operands, turns, op = _read_operands(entry.step, frame), tuple(frame.turns), entry.step.op
     for value, (_, output) in zip(values, entry.outputs, strict=True):
-        listener(Computed(entry.step.op, output, value, turns, operands))
+        listener(TracedValue(op, output, frame.locations[op], turns, value, operands))
 
 
 def _read_operands(step: Step, frame: Frame) -> Operands:

@@ -29,7 +29,7 @@ from coreml_delegate.formats.files import write_folder
 from coreml_delegate.runtime import CacheOptions, EngineOptions
 from coreml_delegate.runtime.engines.openvino import engine, translate
 from coreml_delegate.runtime.engines.openvino.session import compilation, compiled_cache
-from coreml_delegate.runtime.engines.source import ProgramSource
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.reader import read_files
 from coreml_delegate.runtime.model import Model
 
@@ -429,7 +429,7 @@ def test_threads_share_one_compilation(chain, translations):
     with ThreadPoolExecutor(4) as pool:
         models = list(pool.map(load, range(4)))
     assert translations == ["main"]
-    assert len({id(model._compiled) for model in models}) == 1
+    assert len({id(model.compiled) for model in models}) == 1
     del models
     _load(chain, None)  # nobody held it any more
     assert len(translations) == 2
@@ -443,7 +443,7 @@ def test_options_are_not_shared(chain, translations):
 def test_states_are_not_shared(folder):
     files = long_accumulator()
     first, second = _load(files, None), _load(files, None)
-    assert first._compiled is second._compiled
+    assert first.compiled is second.compiled
     state = first.make_state()
     first.predict({"x": np.ones(3)}, state)
     assert second.make_state().snapshot()["total"].tolist() == [0, 0, 0]

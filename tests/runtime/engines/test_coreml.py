@@ -332,7 +332,7 @@ def test_scalars_and_rows_of_one_pass(loaded):
 def test_an_empty_input_is_refused(loaded):
     function = _model(long_chain_of_rows())
     with pytest.raises(InputError, match="'x' is empty: got shape"):
-        function.run_unchecked({"x": np.ones((0, 4), np.float32)}, None)
+        function.compiled({"x": np.ones((0, 4), np.float32)}, None)
 
 
 def test_enumerated_shapes_and_ranges(loaded):
@@ -553,7 +553,7 @@ def test_options_that_it_does_not_have_are_refused(options, message, loaded):
 
 def test_the_whole_is_timed_and_no_op(loaded):
     model = _model(profiling=True)
-    outputs, (kernel,) = model.run_profiled({"x": X}, None)
+    outputs, (kernel,) = model.compiled.profile({"x": X}, None)
     assert set(outputs) == {"a", "b"}
     assert kernel.ops == ()
     assert kernel.nanoseconds > 0

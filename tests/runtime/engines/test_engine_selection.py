@@ -17,8 +17,8 @@ from coreml_delegate.runtime import EngineOptions, load_mlpackage
 from coreml_delegate.runtime.delegate import delegate_loader
 from coreml_delegate.runtime.engines import selection
 from coreml_delegate.runtime.engines.openvino import translate
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.selection import compile_function
-from coreml_delegate.runtime.engines.source import ProgramSource
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.targets import Opset

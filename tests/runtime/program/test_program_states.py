@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from torch import nn
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError, ProgramError
-from coreml_delegate.runtime.program import states
 from coreml_delegate.runtime.program.pte import PteProgram
 
 HOSTS = ("python", "stock")
@@ -173,10 +171,3 @@ def test_states_of_a_model(engine: str) -> None:
     np.testing.assert_array_equal(again, first)
     with pytest.raises(InputError, match="snapshot lacks states: got nothing, expected total"):
         state.restore({})
-
-
-def test_reset_reaches_every_state() -> None:
-    first, second = mock.Mock(), mock.Mock()
-    states.reset(iter([first, second]))
-    first.reset.assert_called_once_with()
-    second.reset.assert_called_once_with()

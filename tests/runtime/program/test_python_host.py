@@ -26,7 +26,7 @@ from coreml_delegate.errors import (
 from coreml_delegate.runtime.program import host, kernels
 from coreml_delegate.runtime.program.delegate_interface import DelegatePayload
 from coreml_delegate.runtime.program.host import PythonProgram
-from coreml_delegate.runtime.program.ptd import ExternalData
+from coreml_delegate.runtime.program.pte import PteProgram
 
 
 def no_delegates(payload: DelegatePayload) -> EagerDelegate:
@@ -43,14 +43,14 @@ def check_close(actual: list[object], expected: list[object]) -> None:
 
 
 def load_mixed(loader=EagerDelegate) -> PythonProgram:
-    return PythonProgram.load(two_methods(), loader, backend_id=BACKEND_ID)
+    return PythonProgram(two_methods(), loader, backend_id=BACKEND_ID)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str) -> None:
     module, data = export_case(name)
     module = copy.deepcopy(module)  # buffers change
-    program = PythonProgram.load(data, no_delegates)
+    program = PythonProgram(data, no_delegates)
     assert program.method_names == ("forward",)
     for inputs in CASES[name].inputs:
         expected = outputs_of(module(*inputs))
@@ -71,7 +71,7 @@ def test_kernels_of_executorch_give_tensors_of_any_size() -> None:
     importlib.import_module("executorch.kernels.quantized")
     batch = {0: torch.export.Dim("batch", max=8)}
     data = export(Rounded(), (torch.randn(3, 2, 4, 5),), (batch,))
-    program = PythonProgram.load(data, no_delegates)
+    program = PythonProgram(data, no_delegates)
     for size in (3, 8, 1):
         x = torch.randn(size, 2, 4, 5)
         check_close(program.run("forward", (x,)), [Rounded()(x)])
@@ -81,7 +81,7 @@ def test_from_a_path(tmp_path) -> None:
     module, data = export_case("convolutions")
     path = tmp_path / "model.pte"
     path.write_bytes(data)
-    program = PythonProgram.load(path, no_delegates)
+    program = PythonProgram(path, no_delegates)
     (x,) = CASES["convolutions"].example
     check_close(program.run("forward", [x]), [module(x)])
     assert path.read_bytes() == data
@@ -89,7 +89,7 @@ def test_from_a_path(tmp_path) -> None:
 
 def test_inputs_of_any_strides() -> None:
     module, data = export_case("convolutions")
-    program = PythonProgram.load(data, no_delegates)
+    program = PythonProgram(data, no_delegates)
     (x,) = CASES["convolutions"].example
     for same in (x.to(memory_format=torch.channels_last), x.transpose(2, 3).contiguous().mT):
         check_close(program.run("forward", [same]), [module(x)])
@@ -97,14 +97,14 @@ def test_inputs_of_any_strides() -> None:
 
 def test_inputs_that_require_gradients() -> None:
     module, data = export_case("unplanned_io")
-    program = PythonProgram.load(data, no_delegates)
+    program = PythonProgram(data, no_delegates)
     inputs = [x.clone().requires_grad_() for x in CASES["unplanned_io"].example]
     check_close(program.run("forward", inputs), outputs_of(module(*CASES["unplanned_io"].example)))
 
 
 def test_outputs_are_safe_to_keep_and_inputs_untouched() -> None:
     _, data = export_case("arithmetic")
-    program = PythonProgram.load(data, no_delegates)
+    program = PythonProgram(data, no_delegates)
     x, y = CASES["arithmetic"].example
     before = x.clone()
     first = program.run("forward", [x, y])
@@ -116,7 +116,7 @@ def test_outputs_are_safe_to_keep_and_inputs_untouched() -> None:
 
 def test_buffers_belong_to_the_loaded_program() -> None:
     _, data = export_case("counter")
-    one, two = (PythonProgram.load(data, no_delegates) for _ in range(2))
+    one, two = (PythonProgram(data, no_delegates) for _ in range(2))
     ones = torch.ones(2)
     check_close(one.run("forward", [ones]), [torch.tensor([8.0, 10.0])])
     check_close(one.run("forward", [ones]), [torch.tensor([10.0, 12.0])])
@@ -183,7 +183,7 @@ def test_an_input_for_delegates_alone_is_not_copied(shared_with_cpu: bool, copie
         return Delegate()
 
     module, pte = one_input(shared_with_cpu=shared_with_cpu)
-    program = PythonProgram.load(pte, loader, backend_id=BACKEND_ID)
+    program = PythonProgram(pte, loader, backend_id=BACKEND_ID)
     x = torch.randn(3, 4)
     for strided in (x, torch.randn(4, 3).T):
         check_close(program.run("forward", [strided]), outputs_of(module(strided)))
@@ -200,7 +200,7 @@ def test_results_are_cast_to_the_programs_dtype() -> None:
 
 def test_a_scalar_may_come_as_one_element() -> None:
     loader = Altered(lambda results: [result.reshape(1) for result in results])
-    program = PythonProgram.load(scalar(), loader, backend_id=BACKEND_ID)
+    program = PythonProgram(scalar(), loader, backend_id=BACKEND_ID)
     x = torch.randn(3)
     check_close(program.run("forward", [x]), [x.sum()])
 
@@ -250,7 +250,7 @@ def test_our_own_errors_pass_with_a_note() -> None:
 
 
 def test_a_delegate_of_another_backend() -> None:
-    program = PythonProgram.load(two_methods(), EagerDelegate)
+    program = PythonProgram(two_methods(), EagerDelegate)
     with pytest.raises(
         ProgramError, match="another backend: got EagerTestBackend, expected CoreMLBackend"
     ):
@@ -297,7 +297,7 @@ def test_an_input_fixed_at_export() -> None:
             return x * factor
 
     x = torch.randn(3)
-    program = PythonProgram.load(export(Scale(), (x, 2)), no_delegates)
+    program = PythonProgram(export(Scale(), (x, 2)), no_delegates)
     check_close(program.run("forward", [x, 2]), [x * 2])
     with pytest.raises(InputError, match=r"input 1 .* was fixed at export: got 3, expected 2"):
         program.run("forward", [x, 3])
@@ -306,7 +306,7 @@ def test_an_input_fixed_at_export() -> None:
 def test_unknown_operator() -> None:
     data = export_case("arithmetic")[1].replace(b"aten::gt", b"aten::zz")
     with pytest.raises(UnsupportedOpError, match=r"got aten::zz\.Tensor_out\. Import the library"):
-        PythonProgram.load(data, no_delegates).load_method()
+        PythonProgram(data, no_delegates).load_method()
 
 
 def test_a_failing_kernel_is_named() -> None:
@@ -314,7 +314,7 @@ def test_a_failing_kernel_is_named() -> None:
     with pytest.raises(
         ExecutionError, match=r"aten::full\.out \(instruction \d+ of method 'forward'\) failed"
     ) as caught:
-        PythonProgram.load(data, no_delegates).run("forward", [torch.tensor([90, 1])])
+        PythonProgram(data, no_delegates).run("forward", [torch.tensor([90, 1])])
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
@@ -331,7 +331,7 @@ def test_a_run_that_failed_leaves_no_loop_counter_behind(monkeypatch) -> None:
     failing = dataclasses.replace(kernels.find_kernel(name), function=eq)
     monkeypatch.setitem(kernels._OWN, name, failing)
     module, data = export_case("rows")
-    program = PythonProgram.load(data, no_delegates)
+    program = PythonProgram(data, no_delegates)
     inputs = CASES["rows"].example
     with pytest.raises(
         ExecutionError, match=r"eq\.Scalar \(instruction \d+ .* got arguments \(2, 3"
@@ -358,13 +358,12 @@ def test_constants_outside_the_program() -> None:
         "weight": memoryview(module.weight.detach().numpy()).cast("B"),
         "bias": memoryview(module.bias.detach().numpy()).cast("B"),
     }
-    data = ExternalData({"in the test": stored})
-    program = PythonProgram.load(manager.buffer, no_delegates, external_data=data)
+    program = PythonProgram(PteProgram.open(manager.buffer).with_external(stored.get), no_delegates)
     check_close(program.run("forward", [x]), [module(x)])
     with pytest.raises(
         ProgramError, match=r"keeps 2 tensor\(s\) outside the .pte: got weight \(no"
     ):
-        PythonProgram.load(manager.buffer, no_delegates)
+        PythonProgram(manager.buffer, no_delegates)
 
 
 # --- several methods and threads ----------------------------------------------------------------
@@ -380,7 +379,7 @@ def test_methods_keep_their_buffers_apart() -> None:
         },
         compile_config=EdgeCompileConfig(_check_ir_validity=False),
     ).to_executorch(CASES["counter"].config)
-    host = PythonProgram.load(program.buffer, no_delegates)
+    host = PythonProgram(program.buffer, no_delegates)
     check_close(host.run("count", [ones]), [torch.tensor([8.0, 10.0])])
     host.run("calculate", [ones.view(1, 2) * 50, ones.view(1, 2)])
     check_close(host.run("count", [ones]), [torch.tensor([10.0, 12.0])])
@@ -418,7 +417,7 @@ def test_methods_that_share_a_buffer() -> None:
             emit_mutable_buffer_names=True,
         )
     )
-    host = PythonProgram.load(program.buffer, no_delegates)
+    host = PythonProgram(program.buffer, no_delegates)
     host.run("put", [x])
     check_close(host.run("get", [torch.ones(2)]), [x + 1])
     check_close(host.run("get", [torch.ones(2)]), [x + 2])
@@ -436,7 +435,7 @@ def test_threads_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
             meeting.wait()
             return super().__call__(inputs)
 
-    program = PythonProgram.load(data, Meeting, backend_id=BACKEND_ID)
+    program = PythonProgram(data, Meeting, backend_id=BACKEND_ID)
     inputs = [torch.randn(3, 4) for _ in range(2)]
     results: dict[int, list[object]] = {}
 
@@ -454,7 +453,7 @@ def test_threads_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_take_turns_at_what_is_kept() -> None:
     _, data = export_case("zero_counter")
-    program = PythonProgram.load(data, no_delegates)
+    program = PythonProgram(data, no_delegates)
     threads = [
         threading.Thread(
             target=lambda: [program.run("forward", [torch.ones(2)]) for _ in range(20)]

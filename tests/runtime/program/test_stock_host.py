@@ -46,7 +46,7 @@ def check_close(actual: list[object], expected: object) -> None:
 
 def load_mixed(loader=EagerDelegate, data: bytes | None = None) -> StockProgram:
     stock.register(loader, backend_id=BACKEND_ID)
-    return StockProgram.load(two_methods() if data is None else data)
+    return StockProgram(two_methods() if data is None else data)
 
 
 class Altered:
@@ -75,8 +75,8 @@ class Altered:
 def test_both_hosts_equal_eager(name: str) -> None:
     module, data = export_case(name)
     module = copy.deepcopy(module)  # buffers change
-    program = StockProgram.load(data)
-    python = PythonProgram.load(data, EagerDelegate)
+    program = StockProgram(data)
+    python = PythonProgram(data, EagerDelegate)
     assert program.method_names == python.method_names
     for inputs in CASES[name].inputs:
         expected = module(*inputs)
@@ -90,12 +90,12 @@ def test_from_a_path(tmp_path: Path) -> None:
     path = tmp_path / "model.pte"
     path.write_bytes(data)
     inputs = CASES["arithmetic"].example
-    check_close(StockProgram.load(path).run("forward", inputs), module(*inputs))
+    check_close(StockProgram(path).run("forward", inputs), module(*inputs))
 
 
 def test_inputs_of_any_strides() -> None:
     module, data = export_case("convolutions")
-    program = StockProgram.load(data)
+    program = StockProgram(data)
     (x,) = CASES["convolutions"].example
     for same in (x.to(memory_format=torch.channels_last), x.transpose(2, 3).contiguous().mT):
         check_close(program.run("forward", [same]), module(x))
@@ -103,7 +103,7 @@ def test_inputs_of_any_strides() -> None:
 
 def test_outputs_are_safe_to_keep() -> None:
     _, data = export_case("arithmetic")
-    program = StockProgram.load(data)
+    program = StockProgram(data)
     x, y = CASES["arithmetic"].example
     first = program.run("forward", [x, y])
     kept = tuple(output.clone() for output in first)
@@ -113,15 +113,15 @@ def test_outputs_are_safe_to_keep() -> None:
 
 def test_refusals() -> None:
     with pytest.raises(BlobFormatError, match="not an ExecuTorch program"):
-        StockProgram.load(b"nonsense")
+        StockProgram(b"nonsense")
     data = export_case("arithmetic")[1]
-    program = StockProgram.load(data)
+    program = StockProgram(data)
     with pytest.raises(ProgramError, match="no such method: got 'other', expected 'forward'"):
         program.run("other", [])
     with pytest.raises(InputError, match="another number of inputs: got 0, expected 2"):
         program.run("forward", [])
     with pytest.raises(UnsupportedOpError, match=r"no kernel .* got aten::zz\.Tensor_out"):
-        StockProgram.load(data.replace(b"aten::gt", b"aten::zz")).load_method()
+        StockProgram(data.replace(b"aten::gt", b"aten::zz")).load_method()
 
 
 @pytest.mark.parametrize("nbytes", [2**45, 2**62])
@@ -132,13 +132,13 @@ def test_more_memory_than_there_is(nbytes: int) -> None:
     assert data.count(planned) == 1
     damaged = data.replace(planned, struct.pack("<I2q", 2, 0, nbytes))
     with pytest.raises(ProgramError, match=f"does not fit into memory: got {nbytes} bytes"):
-        StockProgram.load(damaged)
+        StockProgram(damaged)
 
 
 def test_a_backend_that_is_not_registered() -> None:
     data = two_methods().replace(BACKEND_ID.encode(), b"NoSuchBackendYet")
     with pytest.raises(ProgramError, match="backend the runtime does not have: got NoSuchBackend"):
-        StockProgram.load(data).load_method()
+        StockProgram(data).load_method()
 
 
 # --- delegates ----------------------------------------------------------------------------------

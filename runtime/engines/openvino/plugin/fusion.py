@@ -18,11 +18,13 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     rank,
     scalar,
 )
-from coreml_delegate.runtime.engines.openvino.plugin.convolutions import separate_products
+from coreml_delegate.runtime.engines.openvino.plugin.misfusions import (
+    separate_products,
+    separate_transposes,
+)
 from coreml_delegate.runtime.engines.openvino.plugin.quantized import mend_quantized_ops
 from coreml_delegate.runtime.engines.openvino.plugin.reductions import mend_reductions
 from coreml_delegate.runtime.engines.openvino.plugin.rotation import fuse_rotary_embeddings
-from coreml_delegate.runtime.engines.openvino.plugin.transposes import separate_transposes
 
 # Type of an op with bodies -> the methods that return them.
 _BODIES: Final = {"If": ("get_then_body", "get_else_body"), "Loop": ("get_function",)}

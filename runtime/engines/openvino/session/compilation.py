@@ -18,18 +18,18 @@ from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.engines.openvino import translate
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE, fusion
 from coreml_delegate.runtime.engines.openvino.session.compiled_cache import CompiledCache
-from coreml_delegate.runtime.engines.openvino.session.enumerated_shapes import (
-    EnumeratedFunction,
-    Shapes,
-    first_shapes,
-    fix_shapes,
-)
 from coreml_delegate.runtime.engines.openvino.session.inference import (
     PROFILING,
     Interface,
     OpenVinoFunction,
 )
-from coreml_delegate.runtime.engines.source import ProgramSource
+from coreml_delegate.runtime.engines.openvino.session.static_graphs import (
+    EnumeratedFunction,
+    Shapes,
+    first_shapes,
+    fix_shapes,
+)
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.runtime.op_errors import last_line
 from coreml_delegate.runtime.threads import cpu_count

@@ -24,7 +24,7 @@ from coreml_delegate.formats.entry_cache import EntryCache
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
 from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
-from coreml_delegate.runtime.engines.source import ProgramSource
+from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.program import Constant, Function
 from coreml_delegate.runtime.op_errors import last_line
 

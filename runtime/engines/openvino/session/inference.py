@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import openvino as ov
@@ -28,7 +28,7 @@ from coreml_delegate.runtime.engines.openvino.session.native_calls import (
     load_natively,
     native_obstacle,
 )
-from coreml_delegate.runtime.engines.openvino.session.states import (
+from coreml_delegate.runtime.engines.openvino.session.state_tensors import (
     OpenVinoState,
     StateTypes,
     Writes,
@@ -425,7 +425,7 @@ class OpenVinoFunction:
                 return results
         return self._run(inputs, state, None)[0]
 
-    def run_profiled(
+    def profile(
         self, inputs: Mapping[str, Array], state: State | None = None
     ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
         """Run once, and return the time of every kernel too; see ``CompiledFunction``."""
@@ -499,6 +499,11 @@ class OpenVinoFunction:
         tensor = ov.Tensor(self._content, shared_memory=True)
         return self._core.import_model(tensor, DEVICE, dict(self.config))
 
+    @property
+    def native(self) -> Self:
+        """The function itself, which may be called without Python."""
+        return self
+
     def make_state(self) -> OpenVinoState | None:
         """Return a state of zeros; None for a function without state."""
         if not self._states:
@@ -506,7 +511,7 @@ class OpenVinoFunction:
         return OpenVinoState(self._states, self.interface.writes)
 
     def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
-        """Return a call that runs without Python; see ``CompiledFunction``."""
+        """Return a call that runs without Python; see ``NativeFunction``."""
         program = self.native_program(interface, ())
         function = None if program is None else load_natively(program)
         return None if function is None else function.bind(native_state(state))
@@ -516,7 +521,7 @@ class OpenVinoFunction:
         interface: NativeInterface,
         shapes: Sequence[Mapping[str, tuple[int, ...]]],  # noqa: ARG002
     ) -> NativeProgram | None:
-        """Return the native form of the function; see ``CompiledFunction``."""
+        """Return the native form of the function; see ``NativeFunction``."""
         if self.native_obstacle() is not None:
             return None
         return describe_function(self.config, interface, [self.native_model(interface)])

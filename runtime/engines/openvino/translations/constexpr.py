@@ -130,7 +130,7 @@ def constexpr_cast(source_val: Array, output_dtype: str) -> Result:
     return Weight(lambda: source_val.astype(destination))
 
 
-@translation("constexpr_lut_to_dense")
+@translation("constexpr_lut_to_dense", since=Opset.iOS16)
 def constexpr_lut_to_dense_ios16(indices: Array, lut: Array, shape: Array) -> Result:
     """``lut[indices]``; the indices are packed from the least significant bit on."""
     bits = int(math.log2(lut.size))
@@ -147,7 +147,9 @@ def constexpr_lut_to_dense_ios16(indices: Array, lut: Array, shape: Array) -> Re
 
 
 @translation("constexpr_lut_to_dense", since=Opset.iOS18)
-def constexpr_lut_to_dense(indices: Integers, lut: Array, vector_axis: int | None = None) -> Result:
+def constexpr_lut_to_dense_ios18(
+    indices: Integers, lut: Array, vector_axis: int | None = None
+) -> Result:
     """``lut[indices]``; ``lut`` [*groups, palettes, vector] has a table per block of indices."""
     return Weight(lambda: _look_up(_unpacked(indices), lut, vector_axis))
 
@@ -178,7 +180,7 @@ def _scatter(nonzero: NDArray[np.generic], mask: NDArray[np.generic]) -> NDArray
     return result
 
 
-@translation("constexpr_sparse_to_dense")
+@translation("constexpr_sparse_to_dense", since=Opset.iOS16)
 def constexpr_sparse_to_dense_ios16(nonzero_data: Array, mask: Array, shape: Array) -> Result:
     """``nonzero_data`` where the packed bits of ``mask`` are set, zeros elsewhere."""
     sizes = tuple(int(size) for size in shape)
@@ -191,7 +193,7 @@ def constexpr_sparse_to_dense_ios16(nonzero_data: Array, mask: Array, shape: Arr
 
 
 @translation("constexpr_sparse_to_dense", since=Opset.iOS18)
-def constexpr_sparse_to_dense(nonzero_data: Array, mask: Array) -> Result:
+def constexpr_sparse_to_dense_ios18(nonzero_data: Array, mask: Array) -> Result:
     """``nonzero_data`` where ``mask`` is set, zeros elsewhere."""
     return Weight(lambda: _scatter(nonzero_data, mask))
 

@@ -71,7 +71,7 @@ def non_maximum_suppression_ios15(
 
 
 @translation("non_maximum_suppression", since=Opset.iOS17)
-def non_maximum_suppression(
+def non_maximum_suppression_ios17(
     boxes: Tensor,
     scores: Tensor,
     iou_threshold: float,

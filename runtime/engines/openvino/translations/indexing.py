@@ -171,7 +171,7 @@ def gather_along_axis_ios15(x: Tensor, indices: Tensor, axis: int = 0) -> Result
 
 
 @translation("gather_along_axis", since=Opset.iOS17)
-def gather_along_axis(
+def gather_along_axis_ios17(
     x: Tensor,
     indices: Tensor,
     axis: int = 0,
@@ -216,7 +216,7 @@ def gather_nd_ios15(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Result:
 
 
 @translation("gather_nd", since=Opset.iOS17)
-def gather_nd(
+def gather_nd_ios17(
     x: Tensor,
     indices: Tensor,
     batch_dims: int = 0,

@@ -37,7 +37,6 @@ from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.translations.activation import sigmoid_hard
 from coreml_delegate.runtime.engines.openvino.translations.slicing import reverse
 from coreml_delegate.runtime.engines.openvino.values import Array, Result, Tensor, refusal
-from coreml_delegate.targets import Opset
 
 # Indices of MIL's gates in the order of OpenVINO's kernels.
 _GRU_GATES = (2, 0, 1)  # reset, output, update -> update, reset, output
@@ -135,35 +134,6 @@ def _rnn_step(
 
 
 @translation("gru")
-def gru_ios15(
-    x: Tensor,
-    initial_h: Tensor,
-    weight_ih: Array,
-    weight_hh: Array,
-    bias: Array | None = None,
-    direction: str = "forward",
-    output_sequence: bool = False,
-    recurrent_activation: str = "sigmoid",
-    activation: str = "tanh",
-    *,
-    exact_nan: bool = False,
-) -> Result:
-    """``gru`` of iOS 18 without ``reset_after`` and ``input_bias``."""
-    return gru(
-        x,
-        initial_h,
-        weight_ih,
-        weight_hh,
-        bias,
-        direction,
-        output_sequence,
-        recurrent_activation,
-        activation,
-        exact_nan=exact_nan,
-    )
-
-
-@translation("gru", since=Opset.iOS18)
 def gru(
     x: Tensor,
     initial_h: Tensor,

@@ -78,7 +78,7 @@ def crop_resize_ios16(
 
 
 @translation("crop_resize", since=Opset.iOS17)
-def crop_resize(
+def crop_resize_ios17(
     x: Tensor,
     boxes: Tensor,
     box_indices: Tensor | None = None,

@@ -38,7 +38,7 @@ def reshape_ios15(x: Tensor, shape: Tensor) -> Result:
 
 
 @translation("reshape", since=Opset.iOS17)
-def reshape(x: Tensor, shape: Tensor) -> Result:
+def reshape_ios17(x: Tensor, shape: Tensor) -> Result:
     """``x`` with shape ``shape``; 0 keeps the size at this index from the end, -1 is inferred."""
     sizes = constant_ints(shape)
     old_sizes = dims(x)

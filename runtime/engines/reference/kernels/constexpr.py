@@ -60,14 +60,14 @@ def constexpr_affine_dequantize(
 
 
 @kernel("constexpr_lut_to_dense", since=Opset.iOS16)
-def constexpr_lut_to_dense(indices: Tensor, lut: Tensor, shape: Ints) -> Tensor:
+def constexpr_lut_to_dense_ios16(indices: Tensor, lut: Tensor, shape: Ints) -> Tensor:
     """``lut[indices]``, reshaped to ``shape``; indices are packed, least significant bits first."""
     bits = max(1, lut.numel().bit_length() - 1)
     return lut[_unpack(indices, bits, math.prod(shape)).long()].reshape(shape)
 
 
 @kernel("constexpr_sparse_to_dense", since=Opset.iOS16)
-def constexpr_sparse_to_dense(nonzero_data: Tensor, mask: Tensor, shape: Ints) -> Tensor:
+def constexpr_sparse_to_dense_ios16(nonzero_data: Tensor, mask: Tensor, shape: Ints) -> Tensor:
     """``nonzero_data`` where the packed bits of ``mask`` are set, else 0, reshaped to ``shape``."""
     return _to_dense(nonzero_data, _unpack(mask, 1, math.prod(shape)).reshape(shape))
 
@@ -84,7 +84,7 @@ def constexpr_blockwise_shift_scale(
 
 
 @kernel("constexpr_lut_to_dense", since=Opset.iOS18)
-def constexpr_grouped_lut_to_dense(
+def constexpr_lut_to_dense_ios18(
     indices: Tensor, lut: Tensor, vector_axis: int | None = None
 ) -> Tensor:
     """``lut[indices]``, with a table per block of indices.
@@ -109,7 +109,7 @@ def constexpr_grouped_lut_to_dense(
 
 
 @kernel("constexpr_sparse_to_dense", since=Opset.iOS18)
-def constexpr_masked_to_dense(nonzero_data: Tensor, mask: Tensor) -> Tensor:
+def constexpr_sparse_to_dense_ios18(nonzero_data: Tensor, mask: Tensor) -> Tensor:
     """``nonzero_data`` where ``mask`` is set, else 0."""
     return _to_dense(nonzero_data, mask)
 
@@ -122,7 +122,7 @@ def constexpr_lut_to_sparse(
     vector_axis: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Mask and nonzero values of ``constexpr_lut_to_dense`` on sparse indices."""
-    dense = constexpr_grouped_lut_to_dense(
+    dense = constexpr_lut_to_dense_ios18(
         _to_dense(indices_nonzero_data, indices_mask), lut, vector_axis
     )
     mask = indices_mask

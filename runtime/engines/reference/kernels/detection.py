@@ -13,7 +13,7 @@ from coreml_delegate.targets import Opset
 
 
 @kernel("non_maximum_suppression", widen=True)
-def non_maximum_suppression(
+def non_maximum_suppression_ios15(
     boxes: Tensor,
     scores: Tensor,
     iou_threshold: float,
@@ -50,7 +50,7 @@ def non_maximum_suppression(
 
 
 @kernel("non_maximum_suppression", since=Opset.iOS17, widen=True)
-def non_maximum_suppression_boxes_last(
+def non_maximum_suppression_ios17(
     boxes: Tensor,
     scores: Tensor,
     iou_threshold: float,
@@ -58,7 +58,7 @@ def non_maximum_suppression_boxes_last(
     per_class_suppression: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As for iOS 15, without score threshold and counts; boxes [N, 4, B], scores [N, K, B]."""
-    kept_boxes, kept_scores, indices, _ = non_maximum_suppression(
+    kept_boxes, kept_scores, indices, _ = non_maximum_suppression_ios15(
         boxes.mT, scores.mT, iou_threshold, -torch.inf, max_boxes, per_class_suppression
     )
     return kept_boxes.mT, kept_scores.mT, indices

@@ -50,19 +50,16 @@ def _check_or_clamp(indices: Tensor, size: int, validate: bool) -> Tensor:
 
 
 @kernel("gather")
-def gather(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
-    """Slices of ``x`` along ``axis``; the dimensions of ``indices`` replace ``axis``."""
-    return _gather(x, _wrap_negative(indices, x.shape[axis]), axis, 0)
+def gather_ios15(x: Tensor, indices: Tensor, axis: int = 0, batch_dims: int = 0) -> Tensor:
+    """Slices of ``x`` along ``axis``, per element of the leading ``batch_dims`` dimensions.
 
-
-@kernel("gather", since=Opset.iOS16)
-def gather_batched(x: Tensor, indices: Tensor, axis: int = 0, batch_dims: int = 0) -> Tensor:
-    """``gather`` per element of the leading ``batch_dims`` dimensions."""
+    The dimensions of ``indices`` replace ``axis``.
+    """
     return _gather(x, _wrap_negative(indices, x.shape[axis]), axis, batch_dims)
 
 
 @kernel("gather", since=Opset.iOS17)
-def gather_validated(
+def gather_ios17(
     x: Tensor,
     indices: Tensor,
     axis: int = 0,
@@ -87,13 +84,13 @@ def _gather(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Tensor:
 
 
 @kernel("gather_along_axis")
-def gather_along_axis(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
+def gather_along_axis_ios15(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
     """``y[i][j] = x[indices[i][j]][j]`` for axis 0."""
     return x.gather(axis, _wrap_negative(indices, x.shape[axis]))
 
 
 @kernel("gather_along_axis", since=Opset.iOS17)
-def gather_along_axis_validated(
+def gather_along_axis_ios17(
     x: Tensor, indices: Tensor, axis: int = 0, validate_indices: bool = False
 ) -> Tensor:
     """``gather_along_axis`` with iOS17's index rules."""
@@ -101,19 +98,16 @@ def gather_along_axis_validated(
 
 
 @kernel("gather_nd")
-def gather_nd(x: Tensor, indices: Tensor) -> Tensor:
-    """Slices of ``x`` at coordinates, which are along the last dimension of ``indices``."""
-    return _gather_nd(x, indices, 0, _wrap_negative)
+def gather_nd_ios15(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Tensor:
+    """Slices of ``x`` at coordinates, which are along the last dimension of ``indices``.
 
-
-@kernel("gather_nd", since=Opset.iOS16)
-def gather_nd_batched(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Tensor:
-    """``gather_nd`` per element of the leading ``batch_dims`` dimensions."""
+    The slices are taken per element of the leading ``batch_dims`` dimensions.
+    """
     return _gather_nd(x, indices, batch_dims, _wrap_negative)
 
 
 @kernel("gather_nd", since=Opset.iOS17)
-def gather_nd_validated(
+def gather_nd_ios17(
     x: Tensor, indices: Tensor, batch_dims: int = 0, validate_indices: bool = False
 ) -> Tensor:
     """``gather_nd`` per element of the leading dimensions, with iOS17's index rules."""
@@ -184,7 +178,7 @@ def _scatter_nd(
 
 
 @kernel("scatter", widen=True)
-def scatter(
+def scatter_ios15(
     data: Tensor, indices: Tensor, updates: Tensor, axis: int = 0, mode: str = "add"
 ) -> Tensor:
     """``data`` with slices along ``axis`` combined with ``updates``; ``indices``: [C]."""
@@ -192,7 +186,7 @@ def scatter(
 
 
 @kernel("scatter", since=Opset.iOS17, widen=True)
-def scatter_validated(
+def scatter_ios17(
     data: Tensor,
     indices: Tensor,
     updates: Tensor,
@@ -206,7 +200,7 @@ def scatter_validated(
 
 
 @kernel("scatter_along_axis", widen=True)
-def scatter_along_axis(
+def scatter_along_axis_ios15(
     data: Tensor, indices: Tensor, updates: Tensor, axis: int = 0, mode: str = "add"
 ) -> Tensor:
     """``data[indices[i][j]][j] = updates[i][j]`` for axis 0, or combined by ``mode``."""
@@ -214,7 +208,7 @@ def scatter_along_axis(
 
 
 @kernel("scatter_along_axis", since=Opset.iOS17, widen=True)
-def scatter_along_axis_validated(
+def scatter_along_axis_ios17(
     data: Tensor,
     indices: Tensor,
     updates: Tensor,
@@ -228,13 +222,13 @@ def scatter_along_axis_validated(
 
 
 @kernel("scatter_nd", widen=True)
-def scatter_nd(data: Tensor, indices: Tensor, updates: Tensor, mode: str = "add") -> Tensor:
+def scatter_nd_ios15(data: Tensor, indices: Tensor, updates: Tensor, mode: str = "add") -> Tensor:
     """``data`` with slices at coordinates combined with ``updates``; ``indices``: [*, depth]."""
     return _scatter_nd(data, indices, updates, mode, _wrap_negative)
 
 
 @kernel("scatter_nd", since=Opset.iOS17, widen=True)
-def scatter_nd_validated(
+def scatter_nd_ios17(
     data: Tensor,
     indices: Tensor,
     updates: Tensor,
@@ -296,28 +290,7 @@ def argsort(x: Tensor, axis: int = -1, ascending: bool = False) -> Tensor:
 
 
 @kernel("topk")
-def topk(x: Tensor, k: int = 1, axis: int = -1, ascending: bool = False) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest (smallest if ``ascending``) along ``axis``, sorted, and their indices."""
-    values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)
-    count = x.shape[axis] if k == -1 else k
-    return values.narrow(axis, 0, count), indices.narrow(axis, 0, count)
-
-
-@kernel("topk", since=Opset.iOS16)
-def topk_optional_indices(
-    x: Tensor,
-    k: int = 1,
-    axis: int = -1,
-    ascending: bool = False,
-    sort: bool = True,  # noqa: ARG001 - any order will do if it is false: sorted too
-    return_indices: bool = True,
-) -> tuple[Tensor, ...]:
-    """``topk`` with or without indices."""
-    return topk(x, k, axis, ascending)[: 1 + return_indices]
-
-
-@kernel("topk", since=Opset.iOS17)
-def topk_typed_indices(
+def topk(
     x: Tensor,
     k: int = 1,
     axis: int = -1,
@@ -326,5 +299,10 @@ def topk_typed_indices(
     return_indices: bool = True,
     output_indices_dtype: str = "int32",  # noqa: ARG001 - the declared type says the same
 ) -> tuple[Tensor, ...]:
-    """``topk`` with or without indices of the declared dtype; ``k`` of -1 takes all elements."""
-    return topk(x, k, axis, ascending)[: 1 + return_indices]
+    """The ``k`` largest (smallest if ``ascending``) along ``axis``, sorted, and their indices.
+
+    ``k`` of -1 takes all elements.
+    """
+    values, indices = torch.sort(x, dim=axis, descending=not ascending, stable=True)
+    count = x.shape[axis] if k == -1 else k
+    return (values.narrow(axis, 0, count), indices.narrow(axis, 0, count))[: 1 + return_indices]

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coreml_delegate.runtime.engines.reference.kernels import kernel
-from coreml_delegate.targets import Opset
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "hard_sigmoid": lambda x: torch.clamp(0.2 * x + 0.5, 0, 1),
@@ -64,32 +63,6 @@ def rnn(
 
 @kernel("gru", widen=True)
 def gru(
-    x: Tensor,
-    initial_h: Tensor,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None = None,
-    direction: str = "forward",
-    output_sequence: bool = False,
-    recurrent_activation: str = "sigmoid",
-    activation: str = "tanh",
-) -> tuple[Tensor, Tensor]:
-    """``gru`` of iOS 18 without ``reset_after`` and ``input_bias``."""
-    return gru_with_reset_after(
-        x,
-        initial_h,
-        weight_ih,
-        weight_hh,
-        bias,
-        direction,
-        output_sequence,
-        recurrent_activation,
-        activation,
-    )
-
-
-@kernel("gru", since=Opset.iOS18, widen=True)
-def gru_with_reset_after(
     x: Tensor,
     initial_h: Tensor,
     weight_ih: Tensor,

@@ -69,7 +69,7 @@ def _crops(
 
 
 @kernel("crop_resize", widen=True)
-def crop_resize(
+def crop_resize_ios15(
     x: Tensor,
     roi: Tensor,
     target_height: int = 1,
@@ -96,7 +96,7 @@ def crop_resize(
 
 
 @kernel("crop_resize", since=Opset.iOS16, widen=True)
-def crop_resize_padded(
+def crop_resize_ios16(
     x: Tensor,
     roi: Tensor,
     target_height: int = 1,
@@ -140,7 +140,7 @@ def _crop_rois(
 
 
 @kernel("crop_resize", since=Opset.iOS17, widen=True)
-def crop_resize_boxes(
+def crop_resize_ios17(
     x: Tensor,
     boxes: Tensor,
     box_indices: Ints | None = None,

@@ -28,7 +28,7 @@ def shape(x: Tensor) -> Tensor:
 
 
 @kernel("reshape")
-def reshape(x: Tensor, shape: Ints) -> Tensor:
+def reshape_ios15(x: Tensor, shape: Ints) -> Tensor:
     """``x`` with shape ``shape``; 0 keeps the size at the same index, -1 is inferred."""
     if 0 in shape and len(shape) != x.dim():
         raise ValueError(f"reshape to {shape}: a 0 needs as many sizes as x has ({x.dim()})")
@@ -36,7 +36,7 @@ def reshape(x: Tensor, shape: Ints) -> Tensor:
 
 
 @kernel("reshape", since=Opset.iOS17)
-def reshape_right_aligned(x: Tensor, shape: Ints) -> Tensor:
+def reshape_ios17(x: Tensor, shape: Ints) -> Tensor:
     """``x`` with shape ``shape``; 0 keeps the size at this index from the end (or is 1)."""
     surplus = len(shape) - x.dim()
     old_sizes = [x.shape[axis - surplus] if axis >= surplus else 1 for axis in range(len(shape))]

@@ -107,20 +107,12 @@ def upsample_bilinear(
     scale_factor_height: float = 1,
     scale_factor_width: float = 1,
     align_corners: bool = True,
-) -> Tensor:
-    """``x`` [*, H, W] scaled by bilinear interpolation; the new sizes are rounded down."""
-    return upsample_bilinear_half_pixel(x, scale_factor_height, scale_factor_width, align_corners)
-
-
-@kernel("upsample_bilinear", since=Opset.iOS16, widen=True)
-def upsample_bilinear_half_pixel(
-    x: Tensor,
-    scale_factor_height: float = 1,
-    scale_factor_width: float = 1,
-    align_corners: bool = True,
     half_pixel_centers: bool | None = None,
 ) -> Tensor:
-    """As for iOS 15; without ``align_corners``, pixels are at their corners or their centres."""
+    """``x`` [*, H, W] scaled by bilinear interpolation; the new sizes are rounded down.
+
+    Without ``align_corners``, pixels are at their corners or their centres.
+    """
     centred = not align_corners if half_pixel_centers is None else half_pixel_centers
     if align_corners and centred:
         raise ValueError("align_corners and half_pixel_centers exclude each other")

@@ -16,7 +16,8 @@ from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.openvino.translate import translate
-from coreml_delegate.runtime.engines.openvino.translations import recurrent
+from coreml_delegate.runtime.engines.openvino.translations import TRANSLATIONS
+from coreml_delegate.targets import Opset
 
 _BY_ID = {case.id.removesuffix("-iOS18"): case for case in CASES}
 
@@ -143,7 +144,7 @@ def _layer(op: str, **options) -> dict:
 )
 def test_refusals(op, options, reason):
     with pytest.raises(UnsupportedOpError, match=reason):
-        getattr(recurrent, op)(**_layer(op, **options))
+        TRANSLATIONS.get(op, Opset.iOS18).function(**_layer(op, **options))
 
 
 def test_refusal_names_the_op():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.mil import op_versions
 
-from coreml_delegate.runtime.engines.openvino.control_flow import STRUCTURAL
+from coreml_delegate.runtime.engines.openvino.structural_ops import STRUCTURAL
 from coreml_delegate.runtime.engines.openvino.translations import TRANSLATIONS
 from coreml_delegate.runtime.engines.openvino.values import Form
 from coreml_delegate.targets import Opset

@@ -14,9 +14,9 @@ from support.mil import ct
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.runtime.engines.input_shapes import check_shape, smallest_shape
 from coreml_delegate.runtime.engines.openvino import translate
-from coreml_delegate.runtime.engines.openvino.session import enumerated_shapes
-from coreml_delegate.runtime.engines.shapes import check_shape, smallest_shape
+from coreml_delegate.runtime.engines.openvino.session import static_graphs
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, TensorType
 from coreml_delegate.runtime.model import Model
@@ -90,7 +90,7 @@ def test_one_static_graph_for_each_enumerated_shape(enumerated, translations):
 
 
 def test_graphs_used_least_recently_are_dropped(enumerated, translations, monkeypatch):
-    monkeypatch.setattr(enumerated_shapes, "_MAX_GRAPHS", 2)
+    monkeypatch.setattr(static_graphs, "_MAX_GRAPHS", 2)
     model = Model.from_files(enumerated, engine="openvino")
     for number in (1, 0, 2, 0, 1):
         _check(model, SHAPES[number])
@@ -121,7 +121,7 @@ def test_a_shape_that_is_not_enumerated_is_refused(enumerated, engine):
         model.predict(_inputs((2, 4)))
     if engine == "openvino":  # the engine itself refuses it too, for callers that check nothing
         with pytest.raises(InputError, match=message):
-            model.run_unchecked(_inputs((2, 4)), None)
+            model.compiled(_inputs((2, 4)), None)
 
 
 def test_ranges_run_on_one_graph(translations):

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.runtime.accuracy import Accuracy, Int32Watch
+from coreml_delegate.runtime.loading import LoadedProgram
 from coreml_delegate.scripts.inputs.data_sets import Sample
-from coreml_delegate.scripts.programs import LoadedProgram
 from coreml_delegate.source_model import SourceModel, copy_inputs
 
 
@@ -32,7 +32,8 @@ def compare(
     for sample in samples:
         actual = program.run(copy_inputs(sample.leaves))
         with Int32Watch() as watch:
-            expected = program.expected_of(source.execute(sample.leaves))
+            outcome = source.execute(sample.leaves)
+        expected = program.expected(outcome.results, outcome.inputs)
         if len(actual) != len(expected):
             raise ProgramError(
                 "program and model have different numbers of outputs",

@@ -1,10 +1,17 @@
-"""Keep OpenVINO 2026.4's CPU plugin from fusing certain transposes with attention.
+"""Keep OpenVINO 2026.4's CPU plugin from fusing ops to kernels that compute something else.
 
-The plugin fuses attention and a transpose of the queries or of the result to one kernel. If queries
-and result have the same shape, the kernel writes the result over the queries, although heads that
-it computes later still read queries at those addresses: in ``reshape(b, n, 3, h, d)`` permuted to
-``(3, b, h, n, d)``, then ``transpose(1, 2)`` of the result, when there are as many heads as tokens.
-No issue is known. A transpose of a tensor with one dimension more stays a kernel of its own.
+No issue is known. An op on tensors with one dimension more is not fused.
+
+Products: OpenVINO multiplies the weights of a convolution instead of its input wherever a constant
+factor broadcasts to the shape of the weights. If the constant varies along height or width, that is
+right only for an unpadded kernel as large as the input: a padded kernel reads each pixel with
+several weights.
+
+Transposes: the plugin fuses attention and a transpose of the queries or of the result to one
+kernel. If queries and result have the same shape, the kernel writes the result over the queries,
+although heads that it computes later still read queries at those addresses: in
+``reshape(b, n, 3, h, d)`` permuted to ``(3, b, h, n, d)``, then ``transpose(1, 2)`` of the result,
+when there are as many heads as tokens.
 """
 
 from __future__ import annotations
@@ -15,16 +22,63 @@ from typing import Any
 import openvino as ov
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import constant_ints, dims, ints, reshape
+from coreml_delegate.runtime.engines.openvino.graph import (
+    constant_ints,
+    dims,
+    ints,
+    is_computed,
+    reshape,
+)
 
+_CONVOLUTIONS = frozenset({"Convolution", "GroupConvolution"})
+_PRODUCTS = frozenset({"Divide", "Multiply"})
+_PASSED = frozenset({"Convert", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _TRANSPOSE = "Transpose"
+
+
+def separate_products(model: Any) -> None:
+    """Rewrite products of ``model`` that could be folded into a convolution wrongly, in place."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() in _CONVOLUTIONS and _reads_pixels_repeatedly(node):
+            product = node.input_value(0).get_node()
+            while product.get_type_name() in _PASSED:
+                product = product.input_value(0).get_node()
+            if _multiplies_by_constants(product):
+                _separate_product(product)
+
+
+def _reads_pixels_repeatedly(convolution: Any) -> bool:
+    """Whether the input is padded, and no larger than the kernel along a dimension."""
+    attributes = convolution.get_attributes()
+    if attributes["auto_pad"] == "explicit" and not any(
+        attributes["pads_begin"] + attributes["pads_end"]
+    ):
+        return False
+    sizes = dims(convolution.input_value(0))[2:]
+    kernel = dims(convolution.input_value(1))[-len(sizes) :]
+    return any(size == width != 1 for size, width in zip(sizes, kernel, strict=True))
+
+
+def _multiplies_by_constants(node: Any) -> bool:
+    return node.get_type_name() in _PRODUCTS and any(
+        not is_computed(value) and not set(dims(value)) <= {1} for value in node.input_values()
+    )
+
+
+def _separate_product(product: Any) -> None:
+    """Replace ``x * y`` by ``x[..., None] * y[..., None]``, squeezed."""
+    build = ops.multiply if product.get_type_name() == "Multiply" else ops.divide
+    operands = [ops.unsqueeze(value, ints(-1)) for value in product.input_values()]
+    separate = ops.squeeze(build(*operands), ints(-1))
+    separate.set_friendly_name(product.get_friendly_name())
+    ov.utils.replace_node(product, separate)
 
 
 def separate_transposes(model: Any) -> None:
     """Rewrite the transposes of ``model`` that fused attention could overwrite, in place."""
     for node in model.get_ordered_ops():
         if node.get_type_name() == _TRANSPOSE and _may_be_overwritten(node):
-            _separate(node)
+            _separate_transpose(node)
 
 
 def _may_be_overwritten(transpose: Any) -> bool:
@@ -78,7 +132,7 @@ def _keeps_elements(node: Any, port: int) -> bool:
     return len(shapes) == 2 and shapes[0] == shapes[1]
 
 
-def _separate(transpose: Any) -> None:
+def _separate_transpose(transpose: Any) -> None:
     """Replace ``transpose`` by a transpose of ``x[..., None]``, reshaped."""
     x, shape = transpose.input_value(0), [size or 0 for size in dims(transpose.output(0))]
     order = constant_ints(transpose.input_value(1)) or ()

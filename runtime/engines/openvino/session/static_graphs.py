@@ -13,19 +13,22 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.runtime.engines.base import Array, KernelTime, State
+from coreml_delegate.runtime.engines.input_shapes import check_shape
 from coreml_delegate.runtime.engines.openvino.session.inference import OpenVinoFunction
 from coreml_delegate.runtime.engines.openvino.session.native_calls import (
     NativeFunction,
     describe_function,
     load_natively,
 )
-from coreml_delegate.runtime.engines.openvino.session.states import OpenVinoState, native_state
-from coreml_delegate.runtime.engines.shapes import check_shape
+from coreml_delegate.runtime.engines.openvino.session.state_tensors import (
+    OpenVinoState,
+    native_state,
+)
 from coreml_delegate.runtime.mil.program import Function, NamedType, TensorType
 from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeModel, NativeProgram
 
@@ -91,12 +94,17 @@ class EnumeratedFunction:
         shapes = {feature.name: inputs[feature.name].shape for feature in self._features}
         return self._graph(shapes)(inputs, state)
 
-    def run_profiled(
+    def profile(
         self, inputs: Mapping[str, Array], state: State | None = None
     ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
         """Run once, and return the time of every kernel too; see ``CompiledFunction``."""
         shapes = {feature.name: inputs[feature.name].shape for feature in self._features}
-        return self._graph(shapes).run_profiled(inputs, state)
+        return self._graph(shapes).profile(inputs, state)
+
+    @property
+    def native(self) -> Self:
+        """The function itself, which may be called without Python."""
+        return self
 
     def make_state(self) -> OpenVinoState | None:
         """Return a state of zeros for calls of every shape; None for a function without state."""
@@ -122,7 +130,7 @@ class EnumeratedFunction:
     def native_program(
         self, interface: NativeInterface, shapes: Sequence[Mapping[str, tuple[int, ...]]]
     ) -> NativeProgram | None:
-        """Return the native form of the function; see ``CompiledFunction``."""
+        """Return the native form of the function; see ``NativeFunction``."""
         models: list[NativeModel] = []
         for sizes in shapes:
             graph = self._graph({feature.name: sizes[feature.name] for feature in self._features})

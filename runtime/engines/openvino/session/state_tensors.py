@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +15,7 @@ from coreml_delegate.runtime.engines.base import Array, State
 from coreml_delegate.runtime.engines.openvino.graph import GRAPH_TYPE
 from coreml_delegate.runtime.mil.program import TensorType
 from coreml_delegate.runtime.native import NativeState
-from coreml_delegate.runtime.snapshots import Snapshot, cast_snapshot, cast_state
+from coreml_delegate.runtime.snapshots import Snapshot
 
 StateTypes: TypeAlias = tuple[tuple[str, TensorType], ...]
 """Name and type of every state tensor."""
@@ -24,7 +24,7 @@ Writes: TypeAlias = tuple[int, ...] | None
 """How a function updates a state: the axis of each row write; None if it replaces the tensor."""
 
 
-class OpenVinoState:
+class OpenVinoState(State):
     """State tensors of one model instance, zero at start.
 
     No call copies a state. A state that calls replace has two tensors in the program's dtype, which
@@ -42,28 +42,10 @@ class OpenVinoState:
         zeros = {name: np.zeros(state_shape(type_), type_.dtype.numpy) for name, type_ in types}
         self._allocate(zeros)
 
-    def snapshot(self) -> Snapshot:
-        """Return copies of all state tensors; see ``State``."""
-        return {
-            name: array.astype(type_.dtype.numpy)
-            for (name, type_), array in zip(self._types, self._current(), strict=True)
-        }
-
-    def restore(self, snapshot: Mapping[str, Array]) -> None:
-        """Replace the content of every state tensor; see ``State``."""
-        arrays = self._arrays_by_name()
-        for name, value in cast_snapshot(self._declared(), snapshot).items():
-            arrays[name][...] = value
-
     def reset(self) -> None:
         """Set every state tensor to zero."""
         for array in self._arrays_by_name().values():
             array.fill(0)
-
-    def write(self, name: str, value: Array) -> None:
-        """Replace the content of one state tensor; see ``State``."""
-        replacement = cast_state(self._declared(), name, value)
-        self._arrays_by_name()[name][...] = replacement
 
     def arrange(self, writes: tuple[Writes, ...]) -> None:
         """Allocate the tensors that a function with these ``writes`` needs, with their content.
@@ -144,9 +126,14 @@ class OpenVinoState:
         """Return the arrays that the next call reads."""
         return self._arrays[self._native.side]
 
-    def _declared(self) -> Snapshot:
-        """Return arrays of the declared dtypes and shapes, for checks; they take no memory."""
-        return {
+    def _read(self, name: str) -> Array:
+        return self._arrays_by_name()[name].astype(dict(self._types)[name].dtype.numpy)
+
+    def _write(self, name: str, value: Array) -> None:
+        self._arrays_by_name()[name][...] = value
+
+    def _tensors_like(self) -> Snapshot:
+        return {  # of one element in memory
             name: np.broadcast_to(np.zeros((), type_.dtype.numpy), state_shape(type_))
             for name, type_ in self._types
         }

@@ -65,7 +65,6 @@ _TRANSFORMS = (
     unwrap_tensor_subclasses,
     split_complex_numbers,
     drop_linear_algebra_checks,
-    promote_half_to_fp32,
 )
 """Applied to a program and to branches, in this order, before ExecuTorch decomposes them.
 
@@ -103,6 +102,7 @@ def _transform(
     )
     for rewrite in _TRANSFORMS:
         program = rewrite(program)
+    program = promote_half_to_fp32(program, options.filters.refusal)
     if program is not folded:
         program = fold(program)
     return restore_refused(

@@ -51,19 +51,28 @@ def decompose_undelegated(program: ExportedProgram, preserved: Collection[OpOver
     # ExecuTorch does not decompose core ops.
     in_branches = {op for op in preserved if torch.Tag.core not in op.tags}
     at_root = {op for op in in_branches if not has_kernel(op)}
-    for module in program.graph_module.modules():
-        if isinstance(module, GraphModule):
-            ops = at_root if module is program.graph_module else in_branches
-            calls = [
-                node
-                for node in module.graph.nodes
-                if overload_of(node.target) in ops or is_protected(node)
-            ]
-            if calls:
-                for call in calls:
-                    if is_placeholder_op(call.target):
-                        require_fixed_steps(call, _UNDELEGATED)
-                _decompose(calls, module, program, _to_edge)
+    for module in _modules_outside_delegates(program.graph_module):
+        ops = at_root if module is program.graph_module else in_branches
+        calls = [
+            node
+            for node in module.graph.nodes
+            if overload_of(node.target) in ops or is_protected(node)
+        ]
+        if calls:
+            for call in calls:
+                if is_placeholder_op(call.target):
+                    require_fixed_steps(call, _UNDELEGATED)
+            _decompose(calls, module, program, _to_edge)
+
+
+def _modules_outside_delegates(module: GraphModule) -> Iterator[GraphModule]:
+    """Yield a module and the branches in it; the programs of delegates are their backends'."""
+    yield module
+    children = dict(module.named_children())
+    for node in module.graph.nodes:
+        branch = children.get(str(node.target)) if node.op == "get_attr" else None
+        if isinstance(branch, GraphModule):
+            yield from _modules_outside_delegates(branch)
 
 
 def decompose_calls(calls: Sequence[Node], program: ExportedProgram) -> None:
@@ -94,7 +103,7 @@ def require_out_variants(program: ExportedProgram) -> None:
     Raises:
         LoweringError: A custom op has no out variant; the remedy says how to register it.
     """
-    graphs = (m.graph for m in program.graph_module.modules() if isinstance(m, GraphModule))
+    graphs = (module.graph for module in _modules_outside_delegates(program.graph_module))
     calls = [n for graph in graphs for n in graph.nodes if is_custom(overload_of(called_target(n)))]
     for node, reason in cpu_obstacles(calls).items():
         if reason.code is ReasonCode.OUT_VARIANT:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
 from coreml_delegate.graph.emitter import same_shape
 from coreml_delegate.graph.tensor_types import Dim, product
+from coreml_delegate.mil.compose.movement import pad, take
 
 
 def transpose(
@@ -47,76 +48,13 @@ def reshape(c: Composer, x: Var, shape: Sequence[Dim], new_shape: Sequence[Dim])
     return c.reshape(x, new_shape)
 
 
-def take(
-    c: Composer,
-    x: Var,
-    axis: int,
-    start: int = 0,
-    stop: int | None = None,
-    step: int = 1,
-) -> Var:
-    """Return a slice along one axis; ``stop`` below zero counts from the end."""
-    if (start, stop, step) == (0, None, 1):
-        return x
-    rank = x.rank
-    begin, end, stride = [0] * rank, [0] * rank, [1] * rank
-    begin[axis], end[axis], stride[axis] = start, stop or 0, step
-    is_unsliced = [n != axis for n in range(rank)]
-    return c.mb.slice_by_index(
-        x=x,
-        begin=begin,
-        end=end,
-        stride=stride,
-        begin_mask=is_unsliced,
-        end_mask=[unsliced or stop is None for unsliced in is_unsliced],
-    )
-
-
 def join(c: Composer, values: Sequence[Var], axis: int) -> Var:
     """Concatenate tensors along an axis."""
     return values[0] if len(values) == 1 else c.mb.concat(values=list(values), axis=axis)
 
 
-def pad(
-    c: Composer,
-    x: Var,
-    shape: Sequence[Dim],
-    padding: Sequence[tuple[int, int]],
-    fill: Var,
-) -> tuple[Var, tuple[Dim, ...]]:
-    """Return a tensor padded with a number, and the new shape; negative amounts crop.
-
-    Args:
-        c: The composer.
-        x: The tensor, of shape ``shape``.
-        shape: Sizes of the graph, which may be symbols.
-        padding: Elements before and after, for each axis.
-        fill: The number, of rank 0.
-    """
-    sizes = list(shape)
-    for axis, (low, high) in enumerate(padding):
-        x = take(c, x, axis, max(-low, 0), min(high, 0) or None)
-        sizes[axis] = sizes[axis] + min(low, 0) + min(high, 0)
-    additions = [(max(low, 0), max(high, 0)) for low, high in padding]
-    is_float = fill.val is not None and np.asarray(fill.val).dtype.kind == "f"
-    if is_float and any(map(any, additions)):
-        amounts = [amount for pair in additions for amount in pair]
-        x = c.mb.pad(x=x, pad=amounts, mode="constant", constant_val=fill.val)
-    for axis, (low, high) in enumerate(additions):
-        if not is_float and (low or high):
-            edges = [
-                [c.broadcast(fill, [*sizes[:axis], n, *sizes[axis + 1 :]])] if n else []
-                for n in (low, high)
-            ]
-            x = join(c, [*edges[0], x, *edges[1]], axis)
-        sizes[axis] = sizes[axis] + low + high
-    return x, tuple(sizes)
-
-
-def spread(
-    c: Composer, x: Var, shape: Sequence[Dim], factors: Sequence[int], fill: Var
-) -> tuple[Var, tuple[Dim, ...]]:
-    """Dilate a tensor; return it and its shape, ``(size - 1) * factor + 1`` along each axis.
+def spread(c: Composer, x: Var, shape: Sequence[Dim], factors: Sequence[int], fill: Var) -> Var:
+    """Dilate a tensor: its sizes become ``(size - 1) * factor + 1`` along each axis.
 
     Args:
         c: The composer.
@@ -127,20 +65,18 @@ def spread(
     """
     sizes = list(shape)
     for axis, factor in enumerate(factors):
-        if factor == 1:
+        if factor == 1 or sizes[axis] == 1:
             continue
-        # [before, size, after] and one new axis: devices take at most five.
-        before, after = product(sizes[:axis]), product(sizes[axis + 1 :])
-        size = sizes[axis]
-        column = c.reshape(x, (before, size, 1, after))
-        column, _ = pad(
-            c, column, (before, size, 1, after), [(0, 0), (0, 0), (0, factor - 1), (0, 0)], fill
-        )
-        column = c.reshape(column, (before, size * factor, after))
-        x = take(c, column, 1, 0, 1 - factor)
+        size, before, after = sizes[axis], sizes[:axis], sizes[axis + 1 :]
+        if len(sizes) == MOST_AXES:  # an axis is added
+            before, after = [product(before)], [product(after)]
+            x = c.reshape(x, (*before, size, *after))
+        gaps = [(0, 0)] * (len(before) + 1) + [(0, factor - 1)] + [(0, 0)] * len(after)
+        x = pad(c.mb.expand_dims(x=x, axes=[len(before) + 1]), gaps, fill)
+        sizes[axis] = size * factor
+        x = take(c.reshape(x, sizes), axis, 0, 1 - factor)
         sizes[axis] = (size - 1) * factor + 1
-        x = c.reshape(x, sizes)
-    return x, tuple(sizes)
+    return x
 
 
 def flip(c: Composer, x: Var, axes: Sequence[int]) -> Var:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch.export import ExportedProgram
 
-from coreml_delegate import opaque_ops
+from coreml_delegate import opaque_ops, ops
 from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.errors import (
     ContractError,
@@ -37,7 +37,6 @@ from coreml_delegate.lowering.coremltools_options import compression_passes, con
 from coreml_delegate.lowering.debug_handles import operation_calls
 from coreml_delegate.lowering.fp16 import fp16_cast, lost_constants
 from coreml_delegate.lowering.native_parts import native_parts
-from coreml_delegate.ops import mil_ops
 from coreml_delegate.patches import Patch, patched
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.targets import Opset
@@ -176,7 +175,7 @@ def translate(program: ExportedProgram, target: Opset | None) -> None:
 
 def _process_state() -> tuple[Patch, ...]:
     """Return patches that keep a conversion from changing coremltools' process-wide state."""
-    translations = {**mil_ops.translations(), **opaque_ops.translations()}
+    translations = {**ops.translations(), **opaque_ops.TRANSLATIONS}
     return (
         *coremltools_patches.own_names(),
         *coremltools_patches.with_translations(translations),

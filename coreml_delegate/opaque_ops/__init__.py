@@ -7,7 +7,6 @@ MIL, and restores the calls that Core ML does not take.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 from torch.export import ExportedProgram
@@ -22,7 +21,6 @@ from coreml_delegate.opaque_ops import (
 from coreml_delegate.ops import Reason
 from coreml_delegate.ops.call import is_placeholder_op, unwrap_edge_op
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 
 def is_protected(node: Node) -> bool:
@@ -30,17 +28,12 @@ def is_protected(node: Node) -> bool:
     return unwrap_edge_op(node.target) in control_flow.PROTECTED or is_placeholder_op(node.target)
 
 
-@cache
-def translations() -> Mapping[str, Callable[[Any, Any], None]]:
-    """Return translations of all opaque ops; each takes coremltools' context and the node."""
-    coremltools()
-    from coremltools.converters.mil.mil import Builder
-
-    return {
-        **control_flow_translation.translations(Builder),
-        **recurrent_layers.translations(Builder),
-        **compressed_weights.translations(Builder),
-    }
+TRANSLATIONS: Mapping[str, Callable[[Any, Any], None]] = {
+    **control_flow_translation.TRANSLATIONS,
+    **recurrent_layers.TRANSLATIONS,
+    **compressed_weights.TRANSLATIONS,
+}
+"""Translations of all opaque ops; each takes coremltools' context and the node."""
 
 
 def restore_refused(

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.ops import Reason, ReasonCode, obstacle
 from coreml_delegate.ops.call import DECOMPRESS, DEQUANTIZE_AFFINE, target_name
 from coreml_delegate.ops.compressed import blocks
@@ -172,32 +173,23 @@ def _decompose(node: Node) -> None:
 # Translation
 
 
-def translations(builder: Any) -> Mapping[str, Callable[[Any, Any], None]]:
-    """Return translations of our ops; each takes coremltools' context and the node.
+def _translate_shift_scale(context: Any, node: Any) -> None:
+    data, scale, offset, blocks, low, high = (value_in(context, name) for name in node.inputs)
+    value_range = int(low), int(high)
+    context.add(_emit_shift_scale(data, scale, offset, blocks, value_range, node.name))
 
-    Args:
-        builder: coremltools' builder.
-    """
 
-    def shift_scale(context: Any, node: Any) -> None:
-        data, scale, offset, blocks, low, high = (value_in(context, name) for name in node.inputs)
-        value_range = int(low), int(high)
-        context.add(_emit_shift_scale(builder, data, scale, offset, blocks, value_range, node.name))
-
-    def look_up(context: Any, node: Any) -> None:
-        indices, tables = (value_in(context, name) for name in node.inputs)
-        bits = next(bits for bits in _INDEX_BITS if 2**bits >= tables.shape[-2])
-        missing = 2**bits - tables.shape[-2]
-        padding = [(0, 0)] * (tables.ndim - 2) + [(0, missing), (0, 0)]
-        tables = np.pad(tables.astype(np.float32), padding)
-        indices = indices.astype(_numpy_type(f"uint{bits}"))
-        context.add(builder.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
-
-    return {"coreml_delegate::shift_scale": shift_scale, "coreml_delegate::look_up": look_up}
+def _translate_look_up(context: Any, node: Any) -> None:
+    indices, tables = (value_in(context, name) for name in node.inputs)
+    bits = next(bits for bits in _INDEX_BITS if 2**bits >= tables.shape[-2])
+    missing = 2**bits - tables.shape[-2]
+    padding = [(0, 0)] * (tables.ndim - 2) + [(0, missing), (0, 0)]
+    tables = np.pad(tables.astype(np.float32), padding)
+    indices = indices.astype(_numpy_type(f"uint{bits}"))
+    context.add(mb.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
 
 
 def _emit_shift_scale(
-    builder: Any,
     data: _Array,
     scale: _Array,
     offset: _Array | None,
@@ -214,7 +206,7 @@ def _emit_shift_scale(
     data, offset = _narrow(data, offset, value_range, _INTEGERS if blockwise else _INTEGERS[2:])
     if blockwise:
         offset_option = {} if offset is None else {"offset": offset}
-        return builder.constexpr_blockwise_shift_scale(
+        return mb.constexpr_blockwise_shift_scale(
             data=data, scale=scale, name=name, **offset_option
         )
     if offset is not None and not np.issubdtype(offset.dtype, np.integer):
@@ -225,7 +217,7 @@ def _emit_shift_scale(
         parameter.reshape(-1) if parameter.size > 1 else parameter.reshape(())
         for parameter in (scale, offset)
     )
-    return builder.constexpr_affine_dequantize(
+    return mb.constexpr_affine_dequantize(
         quantized_data=data, scale=scale[()], zero_point=offset[()], axis=np.int32(axis), name=name
     )
 
@@ -258,3 +250,10 @@ def _numpy_type(label: str) -> Any:
     from coremltools.converters.mil.mil import types
 
     return types.nptype_from_builtin(types.string_to_builtin(label))
+
+
+TRANSLATIONS: Mapping[str, Callable[[Any, Any], None]] = {
+    "coreml_delegate::shift_scale": _translate_shift_scale,
+    "coreml_delegate::look_up": _translate_look_up,
+}
+"""Translations of our ops; each takes coremltools' context and the node."""

@@ -12,20 +12,18 @@ import numpy as np
 import torch
 from torch.export import ExportedProgram
 
+from coreml_delegate.mil.compose import Var, mb
+from coreml_delegate.mil.compose.recurrent import loop_over_rows
 from coreml_delegate.opaque_ops.control_flow import read_branches, results_of
-
-Var: TypeAlias = Any
-"""A value of a MIL program under construction."""
 
 Block: TypeAlias = Callable[..., list[Var]]
 """Emits a branch into the block at hand, given its inputs; returns its results."""
 
 
-def _cond(mb: Any, condition: Var, operands: Sequence[Var], then: Block, otherwise: Block) -> Any:
+def _cond(condition: Var, operands: Sequence[Var], then: Block, otherwise: Block) -> Any:
     """Emit a ``cond``.
 
     Args:
-        mb: coremltools' builder.
         condition: A boolean of one element.
         operands: Inputs of both branches.
         then: The branch for true.
@@ -35,20 +33,17 @@ def _cond(mb: Any, condition: Var, operands: Sequence[Var], then: Block, otherwi
         The results, a tuple.
     """
     results = mb.cond(
-        pred=_scalar(mb, condition),
+        pred=_scalar(condition),
         _true_fn=lambda: _unpack_single(then(*operands)),
         _false_fn=lambda: _unpack_single(otherwise(*operands)),
     )
-    return _at_least_1d(mb, results)
+    return _at_least_1d(results)
 
 
-def _while_loop(
-    mb: Any, carry: Sequence[Var], operands: Sequence[Var], goes_on: Block, body: Block
-) -> Any:
+def _while_loop(carry: Sequence[Var], operands: Sequence[Var], goes_on: Block, body: Block) -> Any:
     """Emit a ``while_loop``.
 
     Args:
-        mb: coremltools' builder.
         carry: First values of the loop variables.
         operands: Values that every iteration takes unchanged.
         goes_on: Takes the carry and the operands; returns a boolean.
@@ -58,15 +53,14 @@ def _while_loop(
         The last carry, a tuple.
     """
     results = mb.while_loop(
-        _cond=lambda *values: _scalar(mb, goes_on(*values, *operands)[0]),
+        _cond=lambda *values: _scalar(goes_on(*values, *operands)[0]),
         _body=lambda *values: tuple(body(*values, *operands)),
         loop_vars=tuple(carry),
     )
-    return _at_least_1d(mb, results)
+    return _at_least_1d(results)
 
 
 def _scan(
-    mb: Any,
     carry: Sequence[Var],
     sequences: Sequence[Var],
     operands: Sequence[Var],
@@ -76,7 +70,6 @@ def _scan(
     """Emit a ``while_loop`` over the rows of sequences.
 
     Args:
-        mb: coremltools' builder.
         carry: First values of the loop variables.
         sequences: Tensors of one size along their first dimension.
         operands: Values that every iteration takes unchanged.
@@ -87,38 +80,17 @@ def _scan(
     Returns:
         The last carry and the stacked results, a tuple.
     """
-    count, states = sequences[0].shape[0], len(carry)
+    count = sequences[0].shape[0]
     stacks = [mb.fill(shape=(count, *size), value=_zero(dtype)) for size, dtype in rows]
-
-    def iteration(index: Var, *values: Var) -> tuple[Var, ...]:
-        rows_in = [mb.gather(x=sequence, indices=index, axis=0) for sequence in sequences]
-        outputs = step(*values[:states], *rows_in, *operands)
-        at = mb.expand_dims(x=index, axes=[0])
-        updated_stacks = [
-            mb.scatter(
-                data=stack,
-                indices=at,
-                updates=mb.expand_dims(x=row, axes=[0]),
-                axis=0,
-                mode="update",
-            )
-            for stack, row in zip(values[states:], outputs[states:], strict=True)
-        ]
-        return (mb.add(x=index, y=1), *outputs[:states], *updated_stacks)
-
-    _, *results = mb.while_loop(
-        _cond=lambda index, *_: mb.less(x=index, y=count),
-        _body=iteration,
-        loop_vars=(0, *carry, *stacks),
+    return _at_least_1d(
+        loop_over_rows(carry, sequences, stacks, lambda *values: step(*values, *operands))
     )
-    return _at_least_1d(mb, results)
 
 
-def _block_of(mb: Any, branch: ExportedProgram, context: Any, meta: dict[str, Any]) -> Block:
+def _block_of(branch: ExportedProgram, context: Any, meta: dict[str, Any]) -> Block:
     """Return a function that emits a branch as a MIL block.
 
     Args:
-        mb: coremltools' builder.
         branch: As ``lowering.prepare`` leaves it.
         context: coremltools' transcription context of the call.
         meta: Metadata of the call's node, which the operations of the branch get.
@@ -140,12 +112,12 @@ def _block_of(mb: Any, branch: ExportedProgram, context: Any, meta: dict[str, An
             inner.add(mb.const(val=_array(value), name=name), torch_name=name)
         convert_nodes(inner, graph, early_exit=False)
         outputs: Any = branch.graph.output_node().args[0]
-        return [_result(mb, inner[node.name], node.meta["val"].dtype) for node in outputs]
+        return [_result(inner[node.name], node.meta["val"].dtype) for node in outputs]
 
     return emit
 
 
-def _result(mb: Any, var: Var, dtype: torch.dtype) -> Var:
+def _result(var: Var, dtype: torch.dtype) -> Var:
     """Return a new value with the torch dtype: a block cannot return an input or a constant."""
     kind = "fp32" if dtype.is_floating_point else "bool" if dtype is torch.bool else "int32"
     return mb.identity(x=var) if _kind(var) == kind else mb.cast(x=var, dtype=kind)
@@ -169,7 +141,7 @@ def _zero(dtype: torch.dtype) -> Any:
     return 0.0 if dtype.is_floating_point else 0
 
 
-def _scalar(mb: Any, condition: Var) -> Var:
+def _scalar(condition: Var) -> Var:
     return mb.squeeze(x=condition) if condition.rank else condition
 
 
@@ -177,42 +149,41 @@ def _unpack_single(results: Sequence[Var]) -> Any:
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _at_least_1d(mb: Any, values: Any) -> tuple[Var, ...]:
+def _at_least_1d(values: Any) -> tuple[Var, ...]:
     """Return the results as a tuple, scalars as tensors of shape [1]."""
     results = values if isinstance(values, tuple | list) else (values,)
     return tuple(var if var.rank else mb.expand_dims(x=var, axes=[0]) for var in results)
 
 
-def translations(mb: Any) -> Mapping[str, Callable[[Any, Any], None]]:
-    """Return translations of these ops, by name; each takes coremltools' context and the node.
-
-    Args:
-        mb: coremltools' builder.
-    """
-
-    def cond(context: Any, node: Any) -> None:
-        text, condition, operands = node.inputs
-        then, otherwise = _blocks(mb, context, node, text)
-        inputs = [context[name] for name in operands]
-        context.add(_cond(mb, context[condition], inputs, then, otherwise), torch_name=node.name)
-
-    def while_loop(context: Any, node: Any) -> None:
-        text, *values = node.inputs
-        goes_on, body = _blocks(mb, context, node, text)
-        carry, operands = ([context[name] for name in names] for names in values)
-        context.add(_while_loop(mb, carry, operands, goes_on, body), torch_name=node.name)
-
-    def scan(context: Any, node: Any) -> None:
-        text, *values = node.inputs
-        (step,) = _blocks(mb, context, node, text)
-        carry, sequences, operands = ([context[name] for name in names] for names in values)
-        rows = results_of(text)[len(carry) :]
-        results = _scan(mb, carry, sequences, operands, rows, step)
-        context.add(results, torch_name=node.name)
-
-    own_ops = {"cond": cond, "while_loop": while_loop, "scan": scan}
-    return {f"coreml_delegate::{name}": translation for name, translation in own_ops.items()}
+def _translate_cond(context: Any, node: Any) -> None:
+    text, condition, operands = node.inputs
+    then, otherwise = _blocks(context, node, text)
+    inputs = [context[name] for name in operands]
+    context.add(_cond(context[condition], inputs, then, otherwise), torch_name=node.name)
 
 
-def _blocks(mb: Any, context: Any, node: Any, text: str) -> list[Block]:
-    return [_block_of(mb, branch, context, dict(node.meta)) for branch in read_branches(text)]
+def _translate_while_loop(context: Any, node: Any) -> None:
+    text, *values = node.inputs
+    goes_on, body = _blocks(context, node, text)
+    carry, operands = ([context[name] for name in names] for names in values)
+    context.add(_while_loop(carry, operands, goes_on, body), torch_name=node.name)
+
+
+def _translate_scan(context: Any, node: Any) -> None:
+    text, *values = node.inputs
+    (step,) = _blocks(context, node, text)
+    carry, sequences, operands = ([context[name] for name in names] for names in values)
+    rows = results_of(text)[len(carry) :]
+    context.add(_scan(carry, sequences, operands, rows, step), torch_name=node.name)
+
+
+TRANSLATIONS: Mapping[str, Callable[[Any, Any], None]] = {
+    "coreml_delegate::cond": _translate_cond,
+    "coreml_delegate::while_loop": _translate_while_loop,
+    "coreml_delegate::scan": _translate_scan,
+}
+"""Translations of these ops, by name; each takes coremltools' context and the node."""
+
+
+def _blocks(context: Any, node: Any, text: str) -> list[Block]:
+    return [_block_of(branch, context, dict(node.meta)) for branch in read_branches(text)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,13 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.errors import UnsupportedOperatorError
-from coreml_delegate.ops import Reason, obstacle, recurrent_layers
+from coreml_delegate.mil.compose import recurrent
+from coreml_delegate.mil.compose.recurrent import Stack
+from coreml_delegate.ops import Reason, obstacle
 from coreml_delegate.ops.call import RECURRENT, is_placeholder_op, overload_of, target_name
 from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.ops.edits import arguments_of, shape_of
 from coreml_delegate.ops.mil_ops import value_in
-from coreml_delegate.ops.recurrent_layers import Stack
 from coreml_delegate.patches.torch import OpOverload, detect_fake_mode, schema_of, wrapped_kernels
 from coreml_delegate.targets import Opset
 
@@ -156,36 +156,17 @@ def require_fixed_steps(node: Node, reason: Reason) -> None:
 # Translation
 
 
-def translations(builder: Any) -> Mapping[str, Callable[[Any, Any], None]]:
-    """Return translations of the placeholder ops; each takes coremltools' context and the node.
+def _of_layers(function: Callable[..., Any], *options: str) -> Callable[[Any, Any], None]:
+    """Return the translation of a call of a recurrent op by a composition of its layers."""
 
-    Args:
-        builder: coremltools' builder.
-    """
+    def translate(context: Any, node: Any) -> None:
+        x, states, stack = _layers(context, node)
+        context.add(function(x, states, stack, *options), torch_name=node.name)
 
-    def lstm(context: Any, node: Any) -> None:
-        x, *states, stack = _layers(context, node)
-        context.add(recurrent_layers.lstm(builder, x, states, stack), torch_name=node.name)
-
-    def gru(context: Any, node: Any) -> None:
-        x, state, stack = _layers(context, node)
-        context.add(recurrent_layers.gru(builder, x, state, stack), torch_name=node.name)
-
-    def rnn(activation: str, context: Any, node: Any) -> None:
-        x, state, stack = _layers(context, node)
-        context.add(
-            recurrent_layers.rnn(builder, x, state, stack, activation), torch_name=node.name
-        )
-
-    return {
-        "coreml_delegate::lstm.input": lstm,
-        "coreml_delegate::gru.input": gru,
-        "coreml_delegate::rnn_tanh.input": partial(rnn, "tanh"),
-        "coreml_delegate::rnn_relu.input": partial(rnn, "relu"),
-    }
+    return translate
 
 
-def _layers(context: Any, node: Any) -> list[Any]:
+def _layers(context: Any, node: Any) -> tuple[Any, list[Any], Stack]:
     """Return sequence, initial states and layers of a call of a recurrent op."""
     x, states, parameters, has_biases, count, _, _, bidirectional, batch_first = node.inputs
     names = [states] if isinstance(states, str) else states
@@ -197,4 +178,13 @@ def _layers(context: Any, node: Any) -> list[Any]:
         is_bidirectional=bool(bidirectional),
         batch_first=bool(batch_first),
     )
-    return [context[x], *(context[name] for name in names), stack]
+    return context[x], [context[name] for name in names], stack
+
+
+TRANSLATIONS: Mapping[str, Callable[[Any, Any], None]] = {
+    "coreml_delegate::lstm.input": _of_layers(recurrent.lstm),
+    "coreml_delegate::gru.input": _of_layers(recurrent.gru),
+    "coreml_delegate::rnn_tanh.input": _of_layers(recurrent.rnn, "tanh"),
+    "coreml_delegate::rnn_relu.input": _of_layers(recurrent.rnn, "relu"),
+}
+"""Translations of the placeholder ops; each takes coremltools' context and the node."""

@@ -7,7 +7,9 @@ that are not delegated, ``COMPOSITES`` the ops that only the quantizer sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 from torch.export import ExportedProgram
 from torch.fx import Node
@@ -24,6 +26,7 @@ from coreml_delegate.ops import (
     linear,
     linear_algebra,
     logic,
+    mil_ops,
     normalization,
     pooling,
     quantized,
@@ -42,6 +45,7 @@ from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.ops.quantization import CompositeOp
 from coreml_delegate.ops.record import OpRecord
 from coreml_delegate.ops.refused import REFUSED
+from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.targets import Opset
 
 FAMILIES = (
@@ -103,6 +107,20 @@ def record_of(name: str) -> OpRecord | None:
         if op.endswith("_copy"):
             record = RECORDS.get(f"{namespace}.{op.removesuffix('_copy')}.{overload}")
     return record
+
+
+@cache
+def translations() -> Mapping[str, Callable[[Any, Any], None]]:
+    """Return our translations of torch ops, by coremltools' names for the ops.
+
+    Each takes coremltools' context and the node.
+    """
+    by_record = {
+        coremltools_patches.kind_of(target): mil_ops.translation_of(record.translation)
+        for target, record in RECORDS.items()
+        if record.translation is not None
+    }
+    return {**by_record, **mil_ops.TRANSLATIONS}
 
 
 def obstacles_in(
@@ -246,4 +264,5 @@ __all__ = [
     "obstacles_in",
     "record_of",
     "required_opset",
+    "translations",
 ]

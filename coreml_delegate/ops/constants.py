@@ -99,21 +99,6 @@ def is_stored(argument: Any) -> bool:
     return not isinstance(argument, Node) or argument.op == "get_attr" or _MARK in argument.meta
 
 
-def is_known(argument: Any) -> bool:
-    """Return whether an argument is stored or computed from stored arguments only."""
-    seen: set[Node] = set()
-    pending = [argument]
-    while pending:
-        source = pending.pop()
-        if source in seen or is_stored(source):
-            continue
-        if source.op != "call_function":
-            return False
-        seen.add(source)
-        pending += source.all_input_nodes
-    return True
-
-
 def stored_value(argument: Any) -> torch.Tensor | None:
     """Return the value of a stored argument as a tensor; None if it is not at hand."""
     if isinstance(argument, int | float):

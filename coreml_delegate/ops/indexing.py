@@ -45,7 +45,7 @@ from coreml_delegate.ops.edits import (
 )
 from coreml_delegate.ops.flops import nothing, per_input
 from coreml_delegate.ops.merging import leading
-from coreml_delegate.ops.mil_ops import floor_divide, scatter_reduce
+from coreml_delegate.ops.mil_ops import scatter_reduce
 from coreml_delegate.ops.quantization import MOVE, Output, Pattern, Quantization
 from coreml_delegate.ops.record import OpRecord, Rewrite
 
@@ -217,7 +217,7 @@ def _mean_of_groups(node: Node, scatter: _Scatter, includes_self: bool) -> tuple
         count = insert(node, ATEN.clamp.default, count, 1, INT32.max)
         scatter = _overwrite_indexed(node, scatter, 0)
     total = insert(node, scatter_reduce(), *scatter, "sum")
-    divide = ATEN.div.Tensor if dtype.is_floating_point else floor_divide()
+    divide = ATEN.div.Tensor if dtype.is_floating_point else ATEN.floor_divide.default
     return divide, total, cast(node, count, dtype)
 
 

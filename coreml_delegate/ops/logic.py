@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coreml_delegate.mil.compose import movement
 from coreml_delegate.ops.call import ANY, BOOL, INTEGER, NUMERIC, OpCall, ReasonCode
 from coreml_delegate.ops.constraints import holds
 from coreml_delegate.ops.edits import (
@@ -17,8 +18,7 @@ from coreml_delegate.ops.edits import (
     cast,
     fill_like,
     insert,
-    number,
-    shape_of,
+    promote,
     truth,
     value_of,
 )
@@ -96,50 +96,6 @@ def _has_few_bits(call: OpCall) -> bool:
     return -_HIGHEST_BIT <= call.arguments["other"] < _HIGHEST_BIT
 
 
-def _where(node: Node) -> None:
-    dtype, arguments = value_of(node).dtype, arguments_of(node)
-    branches = [cast(node, arguments[n], dtype) for n in ("self", "other")]
-    condition = arguments["condition"]
-    if value_of(node).dim():
-        become(node, node.target, condition, *_broadcast_branches(node, condition, branches))
-        return
-    # Coremltools broadcasts the operands, which fails for scalars.
-    condition = insert(node, ATEN.view_copy.default, condition, [1])
-    result = insert(node, node.target, condition, *branches)
-    become(node, ATEN.view_copy.default, result, [])
-
-
-def _broadcast_branches(node: Node, condition: Node, branches: list[Node]) -> list[Node]:
-    """Return the branches, the first broadcast to the result's shape if sizes are dynamic.
-
-    Coremltools broadcasts only static shapes; MIL infers the result's shape from the branches.
-    """
-    shape = value_of(node).shape
-    branch_shape = torch.broadcast_shapes(*(value_of(branch).shape for branch in branches))
-    if branch_shape == shape or all(isinstance(size, int) for size in shape):
-        return branches
-    first, second = branches
-    dtype = value_of(first).dtype
-    always_false = insert(node, ATEN.logical_not.default, condition)
-    always_false = insert(node, ATEN.logical_and.default, condition, always_false)
-    if dtype is torch.bool:
-        return [insert(node, ATEN.logical_or.default, first, always_false), second]
-    # A negative zero for floats: added, it keeps the sign of zeros.
-    zero = insert(node, ATEN._to_copy.default, always_false, dtype=dtype)
-    zero = insert(node, ATEN.mul.Tensor, zero, -1.0) if dtype.is_floating_point else zero
-    return [insert(node, ATEN.add.Tensor, first, zero), second]
-
-
-def _masked_fill(node: Node) -> None:
-    arguments, value = arguments_of(node), value_of(node)
-    filling = number(arguments["value"], value.dtype)
-    if shape_of(arguments["self"]) != shape_of(node):
-        source = insert(node, ATEN.expand_copy.default, arguments["self"], shape_of(node))
-    else:
-        source = arguments["self"]
-    become(node, node.target, source, arguments["mask"], filling)
-
-
 _HIGHEST_BIT = 2**30  # the largest power of 2 in int32, to compute a remainder by
 _FEW_BITS = holds(
     _has_few_bits, ReasonCode.ARGUMENT, "Core ML has remainders of int32, by at most 2 ** 30"
@@ -179,10 +135,15 @@ RECORDS = (
         )
     ),
     _op("aten.bitwise_not.default", dtypes={"": INTEGER | BOOL}, rewrite=_bitwise_not),
-    _op("aten.where.self", dtypes={"": ANY, "condition": BOOL}, rewrite=_where),
+    _op(
+        "aten.where.self",
+        dtypes={"": ANY, "condition": BOOL},
+        rewrite=promote("self", "other"),
+        translation=movement.select,
+    ),
     _op(
         "aten.masked_fill.Scalar",
         dtypes={"self": NUMERIC, "mask": BOOL},
-        rewrite=_masked_fill,
+        translation=movement.masked_fill,
     ),
 )

@@ -6,43 +6,39 @@ Rewrites insert them into a subgraph; their translations hold while we convert.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
+from coreml_delegate.mil.compose import division, mb
+from coreml_delegate.ops.record import Translation
 from coreml_delegate.patches.torch import OpOverload
 from coreml_delegate.targets import Opset
 from coreml_delegate.third_party import coremltools
 
 _NAMESPACE = "coreml_delegate"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
-_LIBRARY.define("floor_divide(Tensor self, Tensor other) -> Tensor")
 _LIBRARY.define("integers(int[] values) -> Tensor")
-
+# It has no kernel: it replaces an op with the same result before conversion.
+_LIBRARY.define("truncate_divide(Tensor self, Tensor other) -> Tensor")
 _SCATTER_MODES = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
-
-
-def _floor_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return torch.div(x, y, rounding_mode="floor")
 
 
 def _integers(values: Sequence[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-_LIBRARY.impl("floor_divide", _floor_divide, "CompositeImplicitAutograd")
 _LIBRARY.impl("integers", _integers, "CompositeImplicitAutograd")
 
 
-def floor_divide() -> Any:
-    """``floor(x / y)``, of integers in integers; coremltools' translation uses floats.
+def truncate_divide() -> Any:
+    """``x / y`` rounded towards zero.
 
     Returns:
-        The operator, taking two tensors of one dtype.
+        The operator, taking two tensors of one dtype, or a tensor and a number.
     """
-    return torch.ops.coreml_delegate.floor_divide.default
+    return torch.ops.coreml_delegate.truncate_divide.default
 
 
 def integers() -> Any:
@@ -123,66 +119,57 @@ def nms() -> OpOverload:
     return torch.ops.coreml_delegate.nms.default
 
 
-@cache
-def translations() -> Mapping[str, Callable[[Any, Any], None]]:
-    """Return translations of these ops, by name; each takes coremltools' context and the node."""
-    coremltools()
-    from coremltools.converters.mil.mil import Builder
-
-    builder: Any = Builder
-
-    def floor_divide(context: Any, node: Any) -> None:
-        x, y = (context[name] for name in node.inputs)
-        context.add(builder.floor_div(x=x, y=y, name=node.name))
-
-    def nms(context: Any, node: Any) -> None:
-        boxes, scores = (context[name] for name in node.inputs[:2])
-        threshold, count, per_class = (value_in(context, name) for name in node.inputs[2:])
-        limits = float(threshold), int(count), bool(per_class)
-        context.add(_emit_nms(builder, boxes, scores, *limits), torch_name=node.name)
-
-    own_ops = {
-        "floor_divide": floor_divide,
-        "nms": nms,
-    }
-    return {
-        **{f"{_NAMESPACE}::{name}": translation for name, translation in own_ops.items()},
-        **_more_translations(builder),
-    }
+def _translate_nms(context: Any, node: Any) -> None:
+    boxes, scores = (context[name] for name in node.inputs[:2])
+    threshold, count, per_class = (value_in(context, name) for name in node.inputs[2:])
+    limits = float(threshold), int(count), bool(per_class)
+    context.add(_emit_nms(boxes, scores, *limits), torch_name=node.name)
 
 
-def _more_translations(builder: Any) -> Mapping[str, Callable[[Any, Any], None]]:
-    """Return translations of ``integers`` and of ATen ops that coremltools lacks."""
+def _translate_integers(context: Any, node: Any) -> None:
+    values = np.asarray(value_in(context, node.inputs[0]), np.int32)
+    context.add(mb.const(val=values, name=node.name))
 
-    def integers(context: Any, node: Any) -> None:
-        values = np.asarray(value_in(context, node.inputs[0]), np.int32)
-        context.add(builder.const(val=values, name=node.name))
 
-    def prod(context: Any, node: Any) -> None:
-        axis, keep = (value_in(context, name) for name in node.inputs[1:3])
-        options = {"axes": [int(axis)], "keep_dims": bool(keep)}
-        context.add(builder.reduce_prod(x=context[node.inputs[0]], **options, name=node.name))
+def _translate_prod(context: Any, node: Any) -> None:
+    axis, keep = (value_in(context, name) for name in node.inputs[1:3])
+    options = {"axes": [int(axis)], "keep_dims": bool(keep)}
+    context.add(mb.reduce_prod(x=context[node.inputs[0]], **options, name=node.name))
 
-    def scatter_reduce(context: Any, node: Any) -> None:
-        data, axis, indices, updates, reduce = node.inputs[:5]
-        tensors = {"data": data, "indices": indices, "updates": updates}
-        operands = {operand: context[name] for operand, name in tensors.items()}
-        options = {"axis": int(value_in(context, axis)), "mode": _SCATTER_MODES[reduce]}
-        context.add(builder.scatter_along_axis(**operands, **options, name=node.name))
 
-    def unfold(context: Any, node: Any) -> None:
-        x = context[node.inputs[0]]
-        axis, size, step = (int(value_in(context, name)) for name in node.inputs[1:])
-        windows = builder.sliding_windows(x=x, axis=axis, size=size, stride=step)
-        order = [*range(axis + 1), *range(axis + 2, x.rank + 1), axis + 1]
-        context.add(builder.transpose(x=windows, perm=order, name=node.name))
+def _translate_scatter_reduce(context: Any, node: Any) -> None:
+    data, axis, indices, updates, reduce = node.inputs[:5]
+    tensors = {"data": data, "indices": indices, "updates": updates}
+    operands = {operand: context[name] for operand, name in tensors.items()}
+    options = {"axis": int(value_in(context, axis)), "mode": _SCATTER_MODES[reduce]}
+    context.add(mb.scatter_along_axis(**operands, **options, name=node.name))
 
-    return {
-        f"{_NAMESPACE}::integers": integers,
-        "prod.dim_int": prod,
-        "scatter_reduce.two": scatter_reduce,
-        "unfold_copy": unfold,
-    }
+
+def _translate_unfold(context: Any, node: Any) -> None:
+    x = context[node.inputs[0]]
+    axis, size, step = (int(value_in(context, name)) for name in node.inputs[1:])
+    windows = mb.sliding_windows(x=x, axis=axis, size=size, stride=step)
+    order = [*range(axis + 1), *range(axis + 2, x.rank + 1), axis + 1]
+    context.add(mb.transpose(x=windows, perm=order, name=node.name))
+
+
+def translation_of(function: Translation) -> Callable[[Any, Any], None]:
+    """Return the translation of a call of an op by a composition of MIL ops."""
+
+    def translate(context: Any, node: Any) -> None:
+        operands = (_operand(context, name) for name in node.inputs)
+        context.add(function(*operands), torch_name=node.name)
+
+    return translate
+
+
+def _operand(context: Any, name: Any) -> Any:
+    """Return an argument as a MIL variable; numbers in Core ML's dtypes."""
+    if isinstance(name, str):
+        return context[name]
+    if isinstance(name, tuple):
+        return [_operand(context, item) for item in cast("tuple[Any, ...]", name)]
+    return np.float32(name) if isinstance(name, float) else np.int32(name)
 
 
 def value_in(context: Any, name: Any) -> Any:
@@ -192,7 +179,6 @@ def value_in(context: Any, name: Any) -> Any:
 
 
 def _emit_nms(
-    builder: Any,
     boxes: Any,
     scores: Any,
     threshold: float,
@@ -202,17 +188,28 @@ def _emit_nms(
     """Emit ``non_maximum_suppression`` for corners [N, B, 4] and scores [N, B, K]."""
     from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
 
-    near, far = builder.split(x=boxes, num_splits=2, axis=-1)
-    sides = builder.sub(x=far, y=near)
-    middle = builder.add(x=near, y=builder.mul(x=sides, y=np.float32(0.5)))
-    boxes = builder.concat(values=[middle, sides], axis=-1)
+    near, far = mb.split(x=boxes, num_splits=2, axis=-1)
+    sides = mb.sub(x=far, y=near)
+    middle = mb.add(x=near, y=mb.mul(x=sides, y=np.float32(0.5)))
+    boxes = mb.concat(values=[middle, sides], axis=-1)
     options: dict[str, Any] = {
         "iou_threshold": np.float32(threshold),
         "max_boxes": count,
         "per_class_suppression": per_class,
     }
     if is_current_opset_version_compatible_with(coremltools().target(int(Opset.iOS17))):
-        boxes, scores = (builder.transpose(x=x, perm=[0, 2, 1]) for x in (boxes, scores))
+        boxes, scores = (mb.transpose(x=x, perm=[0, 2, 1]) for x in (boxes, scores))
     else:
         options["score_threshold"] = np.float32(np.finfo(np.float16).min)
-    return builder.non_maximum_suppression(boxes=boxes, scores=scores, **options)[2]
+    return mb.non_maximum_suppression(boxes=boxes, scores=scores, **options)[2]
+
+
+TRANSLATIONS: Mapping[str, Callable[[Any, Any], None]] = {
+    f"{_NAMESPACE}::truncate_divide": translation_of(division.truncate_divide),
+    f"{_NAMESPACE}::nms": _translate_nms,
+    f"{_NAMESPACE}::integers": _translate_integers,
+    "prod.dim_int": _translate_prod,
+    "scatter_reduce.two": _translate_scatter_reduce,
+    "unfold_copy": _translate_unfold,
+}
+"""Translations of these ops, by name; each takes coremltools' context and the node."""

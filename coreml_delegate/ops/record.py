@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
@@ -44,6 +44,10 @@ class Constraint(Protocol):
 Rewrite = Callable[[Node], None]
 """Changes one call in place before conversion; its result keeps its value, shape and dtype."""
 
+Translation = Callable[..., Any]
+"""Composes a call from MIL ops: takes its arguments, tensors as MIL variables, and returns the
+variable of its result; see ``mil.compose``."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpRecord:
@@ -66,6 +70,8 @@ class OpRecord:
             the boundary of a partition.
         rewrite: Turns a call into calls that coremltools translates rightly; None if it translates
             the call itself rightly.
+        translation: Translates the call, rewritten if there is a rewrite, in place of coremltools;
+            None if coremltools translates it.
         moves_data: The result has the unchanged elements of the first argument: coremltools may
             translate a call that keeps the shape to its argument.
         flops: Estimates the operations of a call.
@@ -84,6 +90,7 @@ class OpRecord:
     preserve: bool = True
     standalone: bool = True
     rewrite: Rewrite | None = None
+    translation: Translation | None = None
     moves_data: bool = False
     flops: Estimator = ONE_PER_RESULT
     quantization: Quantization = IN_FLOAT

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coreml_delegate.mil.compose import movement
 from coreml_delegate.ops.call import ANY, NUMERIC, OpCall, ReasonCode
 from coreml_delegate.ops.constraints import holds
 from coreml_delegate.ops.edits import (
@@ -19,7 +20,6 @@ from coreml_delegate.ops.edits import (
     cast,
     cast_after,
     insert,
-    number,
     set_arguments,
     shape_of,
     truth,
@@ -61,20 +61,10 @@ def _product(node: Node) -> None:
 
 
 def _cumprod(node: Node) -> None:
-    """``x *= shift(x, k)`` for k = 1, 2, 4 .. (Hillis-Steele scan), padded with ones."""
-    arguments, dtype = arguments_of(node), value_of(node).dtype
-    result = cast(node, arguments["self"], dtype)
-    rank = value_of(node).dim()
-    dim = arguments["dim"] % max(rank, 1)
-    length = shape_of(node)[dim] if rank else 1
-    shift = 1
-    while shift < length:
-        shifted = insert(node, ATEN.slice_copy.Tensor, result, dim, 0, length - shift)
-        padding = [0, 0] * (rank - 1 - dim) + [shift, 0]
-        shifted = insert(node, ATEN.constant_pad_nd.default, shifted, padding, number(1, dtype))
-        result = insert(node, ATEN.mul.Tensor, result, shifted)
-        shift *= 2
-    become(node, ATEN.clone.default, result)
+    """Cast before the products, as PyTorch does."""
+    arguments = arguments_of(node)
+    factors = cast(node, arguments["self"], value_of(node).dtype)
+    become(node, node.target, factors, arguments["dim"])
 
 
 def _has_static_length(call: OpCall) -> bool:
@@ -205,6 +195,7 @@ RECORDS = (
             ),
         ),
         rewrite=_cumprod,
+        translation=movement.cumulative_product,
     ),
     _of_all("aten.prod.default", dtypes={"": ANY}, rewrite=_product),
     _along("aten.prod.dim_int", dtypes={"": ANY}, rewrite=_product),

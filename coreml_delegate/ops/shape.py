@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch.fx import Node
 
+from coreml_delegate.mil.compose import movement
 from coreml_delegate.ops.call import (
     ANY,
     BOUNDARY,
@@ -26,7 +27,6 @@ from coreml_delegate.ops.edits import (
     become,
     cast,
     insert,
-    number,
     shape_of,
     value_of,
 )
@@ -147,49 +147,18 @@ def _diagonal(node: Node) -> None:
     become(node, ATEN.slice_copy.Tensor, flat, len(batch_dims), start, end, step)
 
 
-def _pad_and_crop(node: Node) -> None:
-    """Negative padding as a slice: MIL's ``pad`` does not crop."""
-    arguments = arguments_of(node)
-    x, pads = arguments["self"], list(arguments["pad"])
-    rank = value_of(x).dim()
-    for n in range(len(pads) // 2):
-        dim, start, end = rank - 1 - n, pads[2 * n], pads[2 * n + 1]
-        if start < 0 or end < 0:
-            stop = shape_of(x)[dim] + end if end < 0 else _END
-            x = insert(node, ATEN.slice_copy.Tensor, x, dim, max(0, -start), stop, 1)
-    value = arguments.get("value")
-    fill = number(0 if value is None else value, value_of(node).dtype)
-    positive_pads = [max(0, pad) for pad in pads]
-    if not any(positive_pads):
-        become(node, ATEN.clone.default, x)
-    elif value_of(node).dtype.is_floating_point:
-        become(node, ATEN.constant_pad_nd.default, x, positive_pads, fill)
-    else:
-        _pad_by_concatenation(node, x, positive_pads, fill)
-
-
-def _pad_by_concatenation(node: Node, x: Node, pads: list[int], fill: Any) -> None:
-    """Pad integers and booleans by concatenation: MIL pads only floats."""
-    number_of = bool if value_of(node).dtype is torch.bool else int
-    for n in range(len(pads) // 2):
-        dim, widths = value_of(x).dim() - 1 - n, pads[2 * n : 2 * n + 2]
-        row = insert(node, ATEN.slice_copy.Tensor, x, dim, 0, 1, 1)
-        # Coremltools takes the dtype from the number; ``F.pad`` makes a float of it.
-        row = insert(node, ATEN.full_like.default, row, number_of(fill))
-        before, after = (_repeat_row(node, row, dim, width) for width in widths)
-        x = insert(node, ATEN.cat.default, [*before, x, *after], dim)
-    become(node, ATEN.clone.default, x)
-
-
-def _repeat_row(node: Node, row: Node, dim: int, width: int) -> list[Node]:
-    """Return ``width`` rows side by side as one node; an empty list for a width of 0."""
-    repeats = [width if d == dim else 1 for d in range(value_of(row).dim())]
-    return [insert(node, ATEN.repeat.default, row, repeats)] if width else []
-
-
 def _pad(node: Node) -> None:
-    if arguments_of(node)["mode"] == "constant":
-        _pad_and_crop(node)
+    """Name the mode by the op; the number may be omitted, and is a float for integers."""
+    arguments = arguments_of(node)
+    if arguments.get("mode", "constant") == "constant":
+        value = arguments["value"] or 0
+        become(node, ATEN.constant_pad_nd.default, arguments["self"], arguments["pad"], value)
+
+
+def _pad_last_dims(x: Any, pads: Sequence[int], value: float) -> Any:
+    """Compose padding of the last dimensions; ``pads`` has them in reverse order."""
+    amounts = list(zip(pads[::2], pads[1::2], strict=True))[::-1]
+    return movement.pad(x, [(0, 0)] * (x.rank - len(amounts)) + amounts, value)
 
 
 def _slice(node: Node) -> None:
@@ -246,7 +215,6 @@ def _pads_with_zero(call: OpCall) -> str | None:
     return None
 
 
-_END = (1 << 63) - 1
 _MOVABLE_DTYPES = ANY | NARROW
 _PADS_OF_TWO_DIMS = 4
 _CROPS_CONSTANT = holds(
@@ -331,7 +299,8 @@ RECORDS = (
         dtypes={"": ANY},
         constraints=(static_argument("self", when=_crops),),
         merge=leading("self", _count_padded_dims),
-        rewrite=_pad_and_crop,
+        rewrite=_pad,
+        translation=_pad_last_dims,
         quantization=_PAD,
     ),
     _op("aten.diagonal.default", constraints=(static_argument("self"),), rewrite=_diagonal),

@@ -17,10 +17,12 @@ from ops.op_samples.sample import Calls
 from support.sample_flows import Flow, assert_close, batch_outcome, batches, lower_and_run
 from torch.fx import Node
 
+from coreml_delegate import ops
 from coreml_delegate.lowering import prepare
 from coreml_delegate.ops import RECORDS, Reason, obstacle, record_of
 from coreml_delegate.ops.call import OpCall
 from coreml_delegate.ops.constants import stored_nodes
+from coreml_delegate.patches.coremltools import kind_of
 from coreml_delegate.targets import Opset
 
 _FP16_SAMPLES = 3
@@ -202,12 +204,25 @@ def test_cited_issue_is_fixed_upstream(sample: Sample) -> None:
     found = record_of(sample.target)
     assert found is not None
     bare = replace(found, rewrite=None)
-    with mock.patch.object(
-        prepare, "record_of", lambda name: bare if record_of(name) is found else record_of(name)
+    kind = kind_of(sample.target)
+    others = {name: value for name, value in ops.translations().items() if name != kind}
+    with (
+        mock.patch.object(
+            prepare, "record_of", lambda name: bare if record_of(name) is found else record_of(name)
+        ),
+        mock.patch.object(ops, "translations", return_value=others),
     ):
         outcome = lower_and_run([sample], FLOWS[0], ("reference",))
     assert not outcome.report.undelegated
     assert_close(outcome, sample, "fp32")
+
+
+def test_translations_are_of_one_op() -> None:
+    """coremltools has one name for overloads of an op: all of them have the translation."""
+    translations = defaultdict(set)
+    for record in RECORDS.values():
+        translations[kind_of(record.target)].add(record.translation)
+    assert [kind for kind, functions in translations.items() if len(functions) > 1] == []
 
 
 def test_every_cited_issue_is_watched() -> None:

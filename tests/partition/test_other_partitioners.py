@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -196,6 +196,27 @@ def test_xnnpack_takes_what_is_left_out(kind: str, is_first: bool) -> None:
     around = [f"quantized_decomposed.{name}.default" for name in quantization]
     assert sorted(linear) == sorted([LINEAR, *(around if kind == "quantized" else ())])
     check_runs(lowered.pte, module, *inputs, precision="fp16" if kind == "stateful" else "fp32")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_left_out_call_keeps_half_precision(dtype: torch.dtype, is_first: bool) -> None:
+    """Its weights too, for backends that compute in half precision."""
+    module, x = Layers().eval().to(dtype), example(2, 4)[0].to(dtype)
+    both = [ours(skip_ops_for_coreml_delegation=[LINEAR]), EagerTestPartitioner(LINEAR, whole=True)]
+    lowered = lower(torch.export.export(module, (x,)), *(both if is_first else both[::-1]))
+    assert [backend for backend, _ in lowered.delegates] == [OURS, BACKEND_ID, OURS]
+    seen: list[torch.dtype] = []
+
+    class Observed(EagerDelegate):
+        def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            seen.extend(tensor.dtype for tensor in (*inputs, *self.weights.values()))
+            return super().__call__(inputs)
+
+    stock.register(Observed, backend_id=BACKEND_ID)
+    (actual,) = runtime.load_program(lowered.pte, host="stock").run("forward", [x])
+    assert seen == [dtype] * 3
+    torch.testing.assert_close(actual, module(x))
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes")

@@ -19,7 +19,7 @@ import pytest
 import torch
 import tqdm
 
-from coreml_delegate import opaque_ops
+from coreml_delegate import opaque_ops, ops
 from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.lowering import convert
 from coreml_delegate.ops import mil_ops
@@ -263,7 +263,7 @@ def test_weights_are_written_into_a_temporary_folder(
 @pytest.mark.filterwarnings("ignore:Function _TORCH_OPS_REGISTRY:DeprecationWarning")
 def test_translations_are_ours_only_while_we_convert() -> None:
     registry = patches._TRANSLATIONS[0].owner()
-    ours = {**mil_ops.translations(), **opaque_ops.translations()}
+    ours = {**ops.translations(), **opaque_ops.TRANSLATIONS}
     registered = registry()
     registered.name_to_func_mapping = {
         function.__name__: function for function in patches.registered_translations()
@@ -288,7 +288,7 @@ def test_coremltools_lacks_the_translations_that_we_have() -> None:
     from coremltools.converters.mil.frontend.torch import torch_op_registry
 
     names = set(torch_op_registry._TORCH_OPS_REGISTRY.name_to_func_mapping)
-    ours = {**mil_ops.translations(), **opaque_ops.translations()}
+    ours = {**mil_ops.TRANSLATIONS, **opaque_ops.TRANSLATIONS}
     assert not names & set(ours)
     with pytest.raises(NotImplementedError, match=r"prod\.dim_int"), quiet_import():
         _convert(program, source="pytorch")

@@ -105,8 +105,9 @@ def lower(program: ExportedProgram, *partitioners: Partitioner) -> Lowered:
 
 def _outer_modules(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
     """Return a module and the branches in it, without delegates."""
-    children = [m for m in module.children() if isinstance(m, torch.fx.GraphModule)]
-    return [module, *(inner for child in children for inner in _outer_modules(child))]
+    used = [getattr(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"]
+    branches = [m for m in used if isinstance(m, torch.fx.GraphModule)]
+    return [module, *(inner for branch in branches for inner in _outer_modules(branch))]
 
 
 def _ops(program: Any) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import OptionError
+from coreml_delegate.ops.call import target_name
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -121,6 +122,37 @@ def test_mutable_buffers_and_returned_inputs_keep_their_dtypes(dtype: torch.dtyp
 class Bits(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x * 2).view(torch.int16)
+
+
+def test_calls_that_are_left_out_stay_in_half_precision() -> None:
+    """A weight that another call uses as well is promoted, and cast for the left out call."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(4, 4))
+            self.register_buffer("last", torch.zeros(2, 2))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            first, second = torch.split(torch.sin(x @ self.weight), 2, dim=1)
+            self.last.copy_(first)
+            return second, first + torch.cos(second), self.weight.exp()
+
+    module, x = Parts().half(), torch.rand(2, 4).half()
+    exported = torch.export.export(module, (x,)).run_decompositions({})
+    names = ("aten.matmul.default", "aten.split.Tensor", "aten.split_with_sizes.default")
+    program = promote_half_to_fp32(exported, lambda node: target_name(node.target) in names)
+    dtypes = {
+        node.name: node.meta["val"].dtype
+        for node in program.graph.nodes
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    }
+    assert dtypes["matmul"] == torch.float16
+    assert {dtypes[name] for name in ("sin", "cos", "add", "exp")} == {torch.float32}
+    assert program.state_dict["weight"].dtype == torch.float32
+    with torch.no_grad():
+        for actual, expected in zip(program.module()(x), module(x), strict=True):
+            torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
 
 
 def test_a_program_that_looks_at_bits_stays_as_it_is() -> None:

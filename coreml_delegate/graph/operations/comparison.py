@@ -11,8 +11,8 @@ from coreml_delegate.graph.emitter import (
     require_same_dtype,
 )
 from coreml_delegate.graph.node import Node, Value
-from coreml_delegate.graph.operations.functions import sign_bit
 from coreml_delegate.graph.tensor_types import ALL, DType, TensorType
+from coreml_delegate.mil.compose.functions import sign_bit
 
 _OPS = {
     "EQ": "equal",
@@ -44,7 +44,7 @@ def _compare_in_total_order(c: Composer, direction: str, dtype: DType, x: Var, y
         opposite = {"NE": "EQ", "GE": "LT"}[direction]
         return c.mb.logical_not(x=_compare_in_total_order(c, opposite, dtype, x, y))
     x_is_nan, y_is_nan = c.mb.not_equal(x=x, y=x), c.mb.not_equal(x=y, y=y)
-    x_sign, y_sign = sign_bit(c, x, dtype), sign_bit(c, y, dtype)
+    x_sign, y_sign = sign_bit(x), sign_bit(y)
     is_equal = c.mb.equal(x=x, y=y)
     signs_differ = c.mb.logical_xor(x=x_sign, y=y_sign)
     if direction == "EQ":

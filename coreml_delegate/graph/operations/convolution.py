@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.arrange import flip, pad, reshape, spread, transpose
+from coreml_delegate.graph.arrange import flip, reshape, spread, transpose
 from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.emitter import Emitter, operation, same_size
 from coreml_delegate.graph.node import Node, Value
@@ -23,6 +23,7 @@ from coreml_delegate.graph.window_sizes import (
     window_count,
     window_padding,
 )
+from coreml_delegate.mil.compose.movement import pad
 
 # fp32 holds all integers below 2**24.
 _EXACT_BITS = 24
@@ -171,22 +172,22 @@ class _Convolution:
 
     def of_floats(self, c: Composer, x: Var, kernel: Var, dtype: DType = DType.FLOAT32) -> Var:
         """Return the convolution of floats; ``dtype`` decides on the storage dtype."""
-        windows, sizes = self.windows, self.sizes
+        windows = self.windows
         padding = windows.padding
         undilated = (1, 1)
         zero = c.const(0, dtype)
         if any(factor != 1 for factor in windows.input_dilation):
             if self._is_transposed(kernel):
                 return self._compose_transposed(c, x, kernel)
-            x, sizes = spread(c, x, sizes, (*undilated, *windows.input_dilation), zero)
+            x = spread(c, x, self.sizes, (*undilated, *windows.input_dilation), zero)
         if any(amount < 0 for pair in padding for amount in pair):
             cropped = [(min(low, 0), min(high, 0)) for low, high in padding]
-            x, sizes = pad(c, x, sizes, [(0, 0), (0, 0), *cropped], zero)
+            x = pad(x, [(0, 0), (0, 0), *cropped], zero)
             padding = tuple((max(low, 0), max(high, 0)) for low, high in padding)
         dilations = windows.kernel_dilation
         if kernel.val is None and any(factor != 1 for factor in dilations):
             # MIL dilates only constant kernels.
-            kernel, _ = spread(c, kernel, self.taps, (*undilated, *dilations), zero)
+            kernel = spread(c, kernel, self.taps, (*undilated, *dilations), zero)
             dilations = (1,) * len(dilations)
         pads = [amount for pair in padding for amount in pair]
         return c.mb.conv(

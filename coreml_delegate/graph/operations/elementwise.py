@@ -16,7 +16,7 @@ from coreml_delegate.graph.emitter import (
     require_same_dtype,
 )
 from coreml_delegate.graph.node import Node, Value
-from coreml_delegate.graph.operations import functions, integers
+from coreml_delegate.graph.operations import integers
 from coreml_delegate.graph.operations.float_bits import compose_reduce_precision
 from coreml_delegate.graph.operations.sizes import fold
 from coreml_delegate.graph.tensor_types import (
@@ -28,6 +28,7 @@ from coreml_delegate.graph.tensor_types import (
     DType,
     TensorType,
 )
+from coreml_delegate.mil.compose import division, functions, movement
 
 _Compose = Callable[..., Var]
 
@@ -69,6 +70,26 @@ def _extremum(op: str, of_bools: str) -> _Compose:
     return compose
 
 
+def _composed(composition: Callable[..., Var]) -> _Compose:
+    """Return a compose function: a composition of the operands."""
+
+    def compose(_: Composer, __: Node, *operands: Var) -> Var:
+        return composition(*operands)
+
+    return compose
+
+
+def _in_fp32(composition: Callable[..., Var]) -> _Compose:
+    """Return a compose function: a composition that is computed in fp32."""
+
+    def compose(c: Composer, node: Node, x: Var) -> Var:
+        if node.types[0].dtype.storage_dtype == "fp32":
+            return composition(x)
+        return c.mb.cast(x=composition(c.mb.cast(x=x, dtype="fp32")), dtype="fp16")
+
+    return compose
+
+
 def _by_kind(of_floats: _Compose, of_integers: _Compose) -> _Compose:
     def compose(c: Composer, node: Node, *operands: Var) -> Var:
         is_float = node.types[0].dtype.is_float
@@ -105,27 +126,12 @@ def _compose_clamp(c: Composer, node: Node, low: Var, x: Var, high: Var) -> Var:
     return c.ordered(c.mb.minimum(x=c.mb.maximum(x=x, y=low), y=high), dtype)
 
 
-def _compose_select(c: Composer, node: Node, predicate: Var, on_true: Var, on_false: Var) -> Var:
-    # coremltools takes the result's shape only from these two.
-    if all(type.shape != node.type.shape for type in node.types[1:]):
-        if node.type.dtype is DType.BOOL:
-            chosen_true = c.mb.logical_and(x=predicate, y=on_true)
-            chosen_false = c.mb.logical_and(x=c.mb.logical_not(x=predicate), y=on_false)
-            return c.mb.logical_or(x=chosen_true, y=chosen_false)
-        on_true = c.broadcast(on_true, node.type.shape)
-    return c.mb.select(cond=predicate, a=on_true, b=on_false)
-
-
 def _compose_is_nan(c: Composer, _: Node, x: Var) -> Var:
     return c.mb.not_equal(x=x, y=x)
 
 
-def _against_infinity(op: str) -> _Compose:
-    def compose(c: Composer, node: Node, x: Var) -> Var:
-        infinity = node.types[0].dtype.storage_numpy.type(np.inf)
-        return getattr(c.mb, op)(x=c.mb.abs(x=x), y=infinity)
-
-    return compose
+def _compose_is_finite(c: Composer, node: Node, x: Var) -> Var:
+    return c.mb.less(x=c.mb.abs(x=x), y=node.types[0].dtype.storage_numpy.type(np.inf))
 
 
 def _compose_convert(c: Composer, node: Node, x: Var) -> Var:
@@ -164,7 +170,7 @@ class Elementwise(Emitter):
         """Return ``x / y``; of integers rounded towards 0, and with all bits set for ``x / 0``."""
         return self._elementwise("divide", x, y)
 
-    @operation(NUMBERS, _by_kind(functions.remainder, integers.remainder))
+    @operation(NUMBERS, _by_kind(_composed(division.fmod), integers.remainder))
     def remainder(self, x: Value, y: Value) -> Value:
         """Return ``x - y * trunc(x / y)``; of integers, ``x`` where ``y`` is 0."""
         return self._elementwise("remainder", x, y)
@@ -184,7 +190,7 @@ class Elementwise(Emitter):
         """Return the smaller of two elements; NaN if one is NaN."""
         return self._elementwise("minimum", x, y)
 
-    @operation(FLOATS, functions.atan2)
+    @operation(FLOATS, _composed(functions.atan2))
     def atan2(self, x: Value, y: Value) -> Value:
         """Return the angle of the point with ordinate ``x`` and abscissa ``y``, from -pi to pi."""
         return self._elementwise("atan2", x, y)
@@ -219,7 +225,7 @@ class Elementwise(Emitter):
         """Return the nearest integer; halves are rounded to even."""
         return self._elementwise("round_nearest_even", x)
 
-    @operation(FLOATS, functions.round_nearest_afz)
+    @operation(FLOATS, _composed(functions.round_half_away_from_zero))
     def round_nearest_afz(self, x: Value) -> Value:
         """Return the nearest integer; halves are rounded away from zero."""
         return self._elementwise("round_nearest_afz", x)
@@ -234,7 +240,7 @@ class Elementwise(Emitter):
         """Return ``1 / sqrt(x)``."""
         return self._elementwise("rsqrt", x)
 
-    @operation(FLOATS, functions.cube_root)
+    @operation(FLOATS, _in_fp32(functions.cube_root))
     def cbrt(self, x: Value) -> Value:
         """Return the cube root."""
         return self._elementwise("cbrt", x)
@@ -249,7 +255,7 @@ class Elementwise(Emitter):
         """Return ``exp(x)``."""
         return self._elementwise("exponential", x)
 
-    @operation(FLOATS, functions.exponential_minus_one)
+    @operation(FLOATS, _in_fp32(functions.exponential_minus_one))
     def exponential_minus_one(self, x: Value) -> Value:
         """Return ``exp(x) - 1``, accurate near 0."""
         return self._elementwise("exponential_minus_one", x)
@@ -259,7 +265,7 @@ class Elementwise(Emitter):
         """Return the natural logarithm."""
         return self._elementwise("log", x)
 
-    @operation(FLOATS, functions.log_plus_one)
+    @operation(FLOATS, _in_fp32(functions.log_plus_one))
     def log_plus_one(self, x: Value) -> Value:
         """Return ``log(1 + x)``, accurate near 0."""
         return self._elementwise("log_plus_one", x)
@@ -274,12 +280,12 @@ class Elementwise(Emitter):
         """Return the error function."""
         return self._elementwise("erf", x)
 
-    @operation(FLOATS, functions.erfc)
+    @operation(FLOATS, _in_fp32(functions.erfc))
     def erfc(self, x: Value) -> Value:
         """Return ``1 - erf(x)``, accurate in the tail."""
         return self._elementwise("erfc", x)
 
-    @operation(FLOATS, functions.erf_inv)
+    @operation(FLOATS, _in_fp32(functions.erf_inv))
     def erf_inv(self, x: Value) -> Value:
         """Return the inverse of the error function."""
         return self._elementwise("erf_inv", x)
@@ -329,12 +335,12 @@ class Elementwise(Emitter):
         """Return the hyperbolic tangent."""
         return self._elementwise("tanh", x)
 
-    @operation(FLOATS, functions.asinh)
+    @operation(FLOATS, _in_fp32(functions.asinh))
     def asinh(self, x: Value) -> Value:
         """Return the inverse hyperbolic sine."""
         return self._elementwise("asinh", x)
 
-    @operation(FLOATS, functions.acosh)
+    @operation(FLOATS, _in_fp32(functions.acosh))
     def acosh(self, x: Value) -> Value:
         """Return the inverse hyperbolic cosine."""
         return self._elementwise("acosh", x)
@@ -349,12 +355,12 @@ class Elementwise(Emitter):
         """Return whether elements are NaN."""
         return self.emit("is_nan", (x,), x.type.with_dtype(DType.BOOL))
 
-    @operation(FLOATS, _against_infinity("equal"))
+    @operation(FLOATS, _composed(functions.is_infinite))
     def is_inf(self, x: Value) -> Value:
         """Return whether elements are infinite."""
         return self.emit("is_inf", (x,), x.type.with_dtype(DType.BOOL))
 
-    @operation(FLOATS, _against_infinity("less"))
+    @operation(FLOATS, _compose_is_finite)
     def is_finite(self, x: Value) -> Value:
         """Return whether elements are neither infinite nor NaN."""
         return self.emit("is_finite", (x,), x.type.with_dtype(DType.BOOL))
@@ -364,7 +370,7 @@ class Elementwise(Emitter):
         """Return ``min(max(x, low), high)``; NaN if one of the three is NaN."""
         return self._elementwise("clamp", low, x, high)
 
-    @operation(BOOLEANS, _compose_select)
+    @operation(BOOLEANS, _composed(movement.select))
     def select(self, predicate: Value, on_true: Value, on_false: Value) -> Value:
         """Return elements of ``on_true`` where the predicate holds, else of ``on_false``."""
         require_same_dtype("select", on_true, on_false)

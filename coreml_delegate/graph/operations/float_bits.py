@@ -14,8 +14,8 @@ import numpy as np
 
 from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.node import Node
-from coreml_delegate.graph.operations.functions import sign_bit
 from coreml_delegate.graph.tensor_types import DType
+from coreml_delegate.mil.compose.functions import sign_bit
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def from_float(c: Composer, x: Var, source: DType, target: DType) -> Var:
     quiet = c.mb.mul(x=c.mb.cast(x=is_nan, dtype="int32"), y=np.int32(layout.unit >> 1))
     bits = c.mb.select(cond=is_finite, a=bits, b=c.mb.add(x=quiet, y=infinity))
     sign_bit_value = np.int32(-(1 << (layout.exponent_bits + layout.mantissa_bits)))
-    sign = c.mb.cast(x=sign_bit(c, floats, DType.FLOAT32), dtype="int32")
+    sign = c.mb.cast(x=sign_bit(floats), dtype="int32")
     bits = c.mb.add(x=bits, y=c.mb.mul(x=sign, y=sign_bit_value))
     return c.wrap(bits, target)
 

@@ -13,6 +13,7 @@ import numpy as np
 from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.node import Node
 from coreml_delegate.graph.tensor_types import DType
+from coreml_delegate.mil.compose import division
 
 INT_MIN = np.int32(-(2**31))
 
@@ -45,18 +46,20 @@ def divide(c: Composer, node: Node, x: Var, y: Var) -> Var:
     dtype = node.types[0].dtype
     if dtype is DType.UINT32:
         return _divide_unsigned_words(c, x, y)
-    special = (0,) if dtype.is_unsigned else (0, -1)
+    special, quotient_of = (0, -1), division.truncate_divide
+    if dtype.is_unsigned:
+        special, quotient_of = (0,), division.floor_divide
     if y.val is not None and not np.isin(y.val, special).any():
-        return _divide_towards_zero(c, x, y, dtype)
+        return quotient_of(x, y)
     is_zero = c.mb.equal(x=y, y=np.int32(0))
     if dtype.is_unsigned:
-        quotient = c.mb.floor_div(x=x, y=c.mb.select(cond=is_zero, a=np.int32(1), b=y))
+        quotient = quotient_of(x, c.mb.select(cond=is_zero, a=np.int32(1), b=y))
         return c.wrap(c.mb.select(cond=is_zero, a=np.int32(-1), b=quotient), dtype)
     # The least integer by -1 overflows: division by -1 is the difference 0 - x, which wraps.
     is_negation = c.mb.equal(x=y, y=np.int32(-1))
     is_special = c.mb.logical_or(x=is_zero, y=is_negation)
     divisor = c.mb.select(cond=is_special, a=np.int32(1), b=y)
-    quotient = _divide_towards_zero(c, x, divisor, dtype)
+    quotient = quotient_of(x, divisor)
     negated = c.mb.sub(x=np.int32(0), y=x)
     quotient = c.mb.select(cond=is_negation, a=negated, b=quotient)
     return c.wrap(c.mb.select(cond=is_zero, a=np.int32(-1), b=quotient), dtype)
@@ -65,27 +68,14 @@ def divide(c: Composer, node: Node, x: Var, y: Var) -> Var:
 def remainder(c: Composer, node: Node, x: Var, y: Var) -> Var:
     """Compose ``x - y * trunc(x / y)`` of integers, which has the sign of ``x``."""
     dtype = node.types[0].dtype
-    if y.val is not None and (np.asarray(y.val) > 0).all() and dtype is not DType.UINT32:
-        modulus = c.mb.mod(x=x, y=y)
-        if dtype.is_unsigned:
-            return modulus
-        is_negative = c.mb.less(x=x, y=np.int32(0))
-        is_off = c.mb.logical_and(x=is_negative, y=c.mb.not_equal(x=modulus, y=np.int32(0)))
-        return c.mb.select(cond=is_off, a=c.mb.sub(x=modulus, y=y), b=modulus)
-    # As 0 * (x / 0) is 0, x rem 0 is x; x - (-x) * -1 is 0.
-    quotient = divide(c, node, x, y)
-    return c.wrap(c.mb.sub(x=x, y=c.mb.mul(x=quotient, y=y)), dtype)
-
-
-def _divide_towards_zero(c: Composer, x: Var, y: Var, dtype: DType) -> Var:
-    """Return the quotient rounded towards zero, for divisors other than 0 and -1."""
-    quotient = c.mb.floor_div(x=x, y=y)
-    if dtype.is_unsigned:
-        return quotient
-    remainder = c.mb.sub(x=x, y=c.mb.mul(x=quotient, y=y))
-    is_negative = c.mb.logical_xor(x=c.mb.less(x=x, y=np.int32(0)), y=c.mb.less(x=y, y=np.int32(0)))
-    is_off = c.mb.logical_and(x=is_negative, y=c.mb.not_equal(x=remainder, y=np.int32(0)))
-    return c.mb.add(x=quotient, y=c.mb.cast(x=is_off, dtype="int32"))
+    if dtype is DType.UINT32:
+        return c.mb.sub(x=x, y=c.mb.mul(x=divide(c, node, x, y), y=y))
+    remainder_of = division.remainder if dtype.is_unsigned else division.fmod
+    if y.val is not None and np.all(y.val):
+        return remainder_of(x, y)
+    is_zero = c.mb.equal(x=y, y=np.int32(0))
+    result = remainder_of(x, c.mb.select(cond=is_zero, a=np.int32(1), b=y))
+    return c.mb.select(cond=is_zero, a=x, b=result)
 
 
 def _divide_unsigned_words(c: Composer, x: Var, y: Var) -> Var:

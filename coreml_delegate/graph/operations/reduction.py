@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.arrange import join, reshape, take, transpose
+from coreml_delegate.graph.arrange import join, reshape, transpose
 from coreml_delegate.graph.bodies import (
     call_wide,
     combine,
@@ -29,15 +30,16 @@ from coreml_delegate.graph.emitter import (
     same_shape,
 )
 from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.operations.integers import INT_MIN
 from coreml_delegate.graph.tensor_types import (
     ALL,
     BOOLEANS,
     INTEGERS,
     NUMBERS,
-    Dim,
     DType,
     TensorType,
 )
+from coreml_delegate.mil.compose.movement import scan, take
 
 Body = Callable[..., Any]
 
@@ -107,11 +109,11 @@ def _compose_reduce(c: Composer, node: Node, *operands: Var) -> tuple[Var, ...]:
         rows.append(reshape(c, moved, sizes, (row_count, *result_shape)))
     while row_count > 1:
         even = row_count - row_count % 2
-        halves = [take(c, row, 0, n, even, 2) for n in (0, 1) for row in rows]
+        halves = [take(row, 0, n, even, 2) for n in (0, 1) for row in rows]
         pairs = call_wide(c, node.closures[f"pairs_of_{row_count}"], halves)
         if row_count % 2:
             # The last row has no partner, and is appended.
-            pairs = [join(c, [p, take(c, r, 0, even)], 0) for p, r in zip(pairs, rows, strict=True)]
+            pairs = [join(c, [p, take(r, 0, even)], 0) for p, r in zip(pairs, rows, strict=True)]
         rows, row_count = pairs, even // 2 + row_count % 2
     if initial:
         rows = call_wide(c, node.closures["initial"], [*initial, *rows])
@@ -128,34 +130,29 @@ def _extremum_index(op: str) -> Callable[[Composer, Node, Var], Var]:
 
 
 def compose_cumulative(
-    c: Composer, kind: str, dtype: DType, x: Var, axis: int, size: Dim, reverse: bool
+    c: Composer, kind: str, dtype: DType, x: Var, axis: int, reverse: bool
 ) -> Var:
-    """Return a cumulative sum, product or extremum along an axis; bools are stored as int32.
-
-    A prefix scan: ``x[i] <- op(x[i - step], x[i])`` for step = 1, 2, 4, ..., so log2(size) steps.
-    Source: Hillis and Steele, Data Parallel Algorithms (1986).
-    """
+    """Return a cumulative sum, product or extremum along an axis; bools are stored as int32."""
     if kind == "add":
         return c.wrap(c.mb.cumsum(x=x, axis=axis, reverse=reverse), dtype)
     has_order = kind in ("maximum", "minimum")
-    x = c.ordered(x, dtype) if has_order else x
-    step = 1
-    while step < int(size):
-        # Each element is the reduction of ``step`` elements.
-        first, second = take(c, x, axis, 0, -step), take(c, x, axis, step)
-        combined = combine(c, kind, dtype, first, second)
-        complete = take(c, x, axis, -step) if reverse else take(c, x, axis, 0, step)
-        x = join(c, [combined, complete] if reverse else [complete, combined], axis)
-        step *= 2
+    identity = identity_element(kind, dtype)
+    if has_order and dtype is DType.UINT32:
+        # As ``ordered``, which flips the highest bit.
+        identity = np.int32(int(identity) ^ int(INT_MIN))
+    x = scan(
+        c.ordered(x, dtype) if has_order else x,
+        axis,
+        functools.partial(combine, c, kind, dtype),
+        identity,
+        reverse=reverse,
+    )
     return c.ordered(x, dtype) if has_order else c.wrap(x, dtype)
 
 
 def _cumulative(kind: str) -> Callable[[Composer, Node, Var], Var]:
     def compose(c: Composer, node: Node, x: Var) -> Var:
-        axis = node["dimension"]
-        return compose_cumulative(
-            c, kind, node.type.dtype, x, axis, node.type.shape[axis], node["reverse"]
-        )
+        return compose_cumulative(c, kind, node.type.dtype, x, node["dimension"], node["reverse"])
 
     return compose
 

@@ -9,7 +9,8 @@ import numpy as np
 import sympy
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
+from coreml_delegate.graph.arrange import spread
+from coreml_delegate.graph.compose import Composer, Var
 from coreml_delegate.graph.emitter import Emitter, operation, require_same_dtype, same_size
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.axes import (
@@ -23,7 +24,8 @@ from coreml_delegate.graph.operations.axes import (
     sizes_of,
 )
 from coreml_delegate.graph.operations.shapes import known_sizes
-from coreml_delegate.graph.tensor_types import ALL, Dim, TensorType, product, simplify
+from coreml_delegate.graph.tensor_types import ALL, Dim, TensorType, simplify
+from coreml_delegate.mil.compose.movement import pad
 from coreml_delegate.targets import Opset
 
 
@@ -142,77 +144,11 @@ def _compose_pad(c: Composer, node: Node, x: Var | None, value: Var) -> Var:
     if not any(kinds):
         return x
     axes = Axes.of([None if kind else 0 for kind in kinds])
-    shape = list(axes.shape(node.types[0].shape))
     x = axes.merge(c, x, node.types[0].shape)
-    low, high, interior = axes.pick(low), axes.pick(high), axes.pick(interior)
-    for axis, count in enumerate(interior):
-        if count and shape[axis] != 1:
-            x = _spread(c, x, value, shape, axis, count)
-            shape[axis] = simplify(shape[axis] * (count + 1) - count)
-    x = _extend(c, x, value, shape, [max(n, 0) for n in low], [max(n, 0) for n in high])
-    if min(*low, *high) < 0:
-        x = _crop(c, x, [max(-n, 0) for n in low], [max(-n, 0) for n in high])
+    factors = [count + 1 for count in axes.pick(interior)]
+    x = spread(c, x, axes.shape(node.types[0].shape), factors, value)
+    x = pad(x, list(zip(axes.pick(low), axes.pick(high), strict=True)), value)
     return axes.split(c, x, node.type.shape)
-
-
-def _spread(c: Composer, x: Var, value: Var, shape: Sequence[Dim], axis: int, count: int) -> Var:
-    """Return a tensor with ``count`` elements inserted between neighbours along an axis."""
-    before, after = shape[:axis], shape[axis + 1 :]
-    if len(shape) == MOST_AXES:  # an axis is added below
-        before, after = [product(before)], [product(after)]
-        x = c.reshape(x, (*before, shape[axis], *after))
-    expanded_shape = [*before, shape[axis], 1, *after]
-    axis_position = len(before)
-    added = [count if n == axis_position + 1 else 0 for n in range(len(expanded_shape))]
-    x = _extend(
-        c,
-        c.mb.expand_dims(x=x, axes=[axis_position + 1]),
-        value,
-        expanded_shape,
-        [0] * len(expanded_shape),
-        added,
-    )
-    x = c.reshape(x, [*shape[:axis], simplify(shape[axis] * (count + 1)), *shape[axis + 1 :]])
-    last = [count if n == axis else 0 for n in range(len(shape))]
-    return _crop(c, x, [0] * len(shape), last)
-
-
-def _extend(
-    c: Composer,
-    x: Var,
-    value: Var,
-    shape: Sequence[Dim],
-    before: Sequence[int],
-    after: Sequence[int],
-) -> Var:
-    """Return a tensor padded at the ends of its axes."""
-    if not any(before) and not any(after):
-        return x
-    if value.val is not None and value.dtype.__name__ in ("fp16", "fp32"):
-        amounts = [n for pair in zip(before, after, strict=True) for n in pair]
-        return c.mb.pad(x=x, pad=amounts, constant_val=value.val)
-    sizes = list(shape)
-    for axis, (low, high) in enumerate(zip(before, after, strict=True)):
-
-        def border(count: int, axis: int = axis) -> list[Var]:
-            border_shape = [*sizes[:axis], count, *sizes[axis + 1 :]]
-            return [c.broadcast(value, border_shape)] if count else []
-
-        if low or high:
-            x = c.mb.concat(values=[*border(low), x, *border(high)], axis=axis)
-            sizes[axis] = simplify(sizes[axis] + low + high)
-    return x
-
-
-def _crop(c: Composer, x: Var, before: Sequence[int], after: Sequence[int]) -> Var:
-    """Return a tensor cropped at the ends of its axes."""
-    return c.mb.slice_by_index(
-        x=x,
-        begin=list(before),
-        end=[-n for n in after],
-        begin_mask=[n == 0 for n in before],
-        end_mask=[n == 0 for n in after],
-    )
 
 
 class Slicing(Emitter):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.arrange import pad, reshape, spread, take, transpose
+from coreml_delegate.graph.arrange import reshape, spread, transpose
 from coreml_delegate.graph.bodies import (
     call_wide,
     combine,
@@ -39,6 +39,7 @@ from coreml_delegate.graph.window_sizes import (
     window_count,
     window_padding,
 )
+from coreml_delegate.mil.compose.movement import pad, take
 
 # MIL pools up to three axes, beside the batch and the channels.
 _POOLED_AXES = 3
@@ -97,7 +98,6 @@ def _steps(windows: _Windows) -> Iterator[tuple[int, int, int]]:
 
 
 def _grow(
-    c: Composer,
     windows: _Windows,
     tensors: list[Var],
     join: Callable[[list[Var], list[Var]], list[Var]],
@@ -109,11 +109,11 @@ def _grow(
         for _, covered, added in steps:
             other = tensors if added == covered and covered > 1 else single
             tensors = join(
-                [take(c, x, axis, 0, -added * distance) for x in tensors],
-                [take(c, x, axis, covered * distance) for x in other],
+                [take(x, axis, 0, -added * distance) for x in tensors],
+                [take(x, axis, covered * distance) for x in other],
             )
     for axis, stride in enumerate(windows.strides):
-        tensors = [take(c, x, axis, 0, None, stride) for x in tensors]
+        tensors = [take(x, axis, 0, None, stride) for x in tensors]
     return tensors
 
 
@@ -129,7 +129,7 @@ def _compose_reduce_window(c: Composer, node: Node, *operands: Var) -> Any:
     def join(first: list[Var], second: list[Var]) -> list[Var]:
         return call_wide(c, next(closures), [*first, *second])
 
-    results = _grow(c, windows, tensors, join)
+    results = _grow(windows, tensors, join)
     before = [c.broadcast(var, node.results[0].shape) for var in initial]
     return tuple(call_wide(c, node.closures["initial"], [*before, *results]))
 
@@ -139,8 +139,8 @@ def _pad(c: Composer, node: Node, x: Var, fill: Var) -> Var:
     shape = node.types[0].shape
     if x is None:
         return c.broadcast(fill, _padded_shape(windows, shape))
-    x, shape = spread(c, x, shape, windows.base_dilation, fill)
-    return pad(c, x, shape, windows.padding, fill)[0]
+    x = spread(c, x, shape, windows.base_dilation, fill)
+    return pad(x, windows.padding, fill)
 
 
 def _reduce_by_kind(c: Composer, node: Node, x: Var, initial: Var) -> Var:
@@ -152,7 +152,7 @@ def _reduce_by_kind(c: Composer, node: Node, x: Var, initial: Var) -> Var:
         number = identity_element(kind, dtype)
         initial = c.const(np.int32(number) if dtype is DType.BOOL else number)
         if x is not None and scan is not None:
-            return compose_cumulative(c, kind, dtype, x, scan[0], shape[scan[0]], scan[1])
+            return compose_cumulative(c, kind, dtype, x, *scan)
         if x is not None and _can_pool(windows, kind, dtype):
             return _pool(c, windows, kind, x, shape, initial)
     x = _pad(c, node, x, initial)
@@ -161,7 +161,7 @@ def _reduce_by_kind(c: Composer, node: Node, x: Var, initial: Var) -> Var:
     def join(first: list[Var], second: list[Var]) -> list[Var]:
         return [combine(c, kind, dtype, first[0], second[0])]
 
-    (x,) = _grow(c, windows, [x], join)
+    (x,) = _grow(windows, [x], join)
     if not node["is_identity"]:
         x = combine(c, kind, dtype, x, initial)
     return c.ordered(x, dtype) if has_order else c.wrap(x, dtype)
@@ -186,7 +186,7 @@ def _pool(
     pads = [windows.padding[axis] for axis in active]
     # For a device, padding has to be narrower than the window.
     if any(max(pair) >= size for pair, size in zip(pads, window, strict=True)):
-        x, shape = pad(c, x, shape, windows.padding, fill)
+        x, shape = pad(x, windows.padding, fill), _padded_shape(windows, shape)
         pads = [(0, 0)] * len(pads)
     x, arranged = transpose(c, x, shape, [*other_axes, *active])
     outer, sizes = list(arranged[: len(other_axes)]), arranged[len(other_axes) :]
@@ -234,7 +234,7 @@ def _compose_select_and_scatter(c: Composer, node: Node, x: Var, source: Var, in
     scattered = c.mb.scatter(
         data=data, indices=positions, updates=updates, axis=0, mode=modes[kind]
     )
-    scattered = c.reshape(take(c, scattered, 0, 0, total - slots or None), result.shape)
+    scattered = c.reshape(take(scattered, 0, 0, total - slots or None), result.shape)
     return c.ordered(scattered, dtype) if has_order else c.wrap(scattered, dtype)
 
 
@@ -250,7 +250,7 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
     zero = c.const(np.zeros((), node.types[0].dtype.storage_numpy))
     if node.types[0].dtype is DType.BOOL:
         zero = c.const(np.int32(0))
-    padded, _ = pad(c, x, shape, windows.padding, zero)
+    padded = pad(x, windows.padding, zero)
     best = offset = None
     covered = np.zeros((1,) * len(shape), bool)
     for corner in itertools.product(*map(range, windows.window)):
@@ -260,7 +260,7 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
         for axis, (first, count, stride) in enumerate(
             zip(corner, grid, windows.strides, strict=True)
         ):
-            current = take(c, current, axis, first, first + (count - 1) * stride + 1, stride)
+            current = take(current, axis, first, first + (count - 1) * stride + 1, stride)
         if best is None:
             best, offset = current, c.const(np.full(grid, corner_offset, np.int32))
         else:

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from coreml_delegate.mil.compose import mb
+
 SMALLEST_EPSILON = float(np.finfo(np.float16).smallest_subnormal)
 """fp16 rounds smaller numbers to 0, or to this number."""
 
@@ -56,10 +58,8 @@ class Norm:
             parameters: ``gamma``, or ``gamma`` and ``beta``, or neither: arrays of ``shape``.
             keywords: ``name`` of the result, ``before_op``: where to insert the ops.
         """
-        from coremltools.converters.mil.mil import Builder
         from coremltools.converters.mil.mil.types import nptype_from_builtin
 
-        mb: Any = Builder
         number: Any = nptype_from_builtin(self.x.dtype)
         rank, width, k = self.x.rank, self.shape[-1], self.operand_scale
         order = [*(axis for axis in range(rank) if axis not in self.axes), *self.axes]

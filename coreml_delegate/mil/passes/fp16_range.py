@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm
 from coreml_delegate.patches.coremltools import INFINITE_FROM
 
@@ -63,12 +64,6 @@ def _rewrite(block: Any, may_cast: Selector) -> None:
         for op in list(block.operations):
             for inner in op.blocks:
                 _rewrite(inner, may_cast)
-
-
-def _mb() -> Any:
-    from coremltools.converters.mil.mil import Builder
-
-    return Builder
 
 
 def _replace(op: Any, new: Any) -> None:
@@ -304,7 +299,7 @@ def _parameter(op: Any, x: Any, norm: Norm) -> Any:
 
 def _scale_down(root: _Root, quotients: list[Any]) -> None:
     """Divide the squared tensor of a root by its largest magnitudes; multiply the root by them."""
-    mb, op, axes = _mb(), root.op, list(root.axes)
+    op, axes = root.op, list(root.axes)
     keywords: Any = {"before_op": op}
     largest = mb.reduce_max(x=mb.abs(x=root.x, **keywords), axes=axes, keep_dims=True, **keywords)
     # At least the root of epsilon, so that their ratio is at most 1, and not below fp16's normals.
@@ -386,7 +381,7 @@ def _scale_before_product(softmax: Any, may_cast: Selector) -> None:
             continue
         factors = _operands(product)
         factor = min(factors, key=lambda factor: _elements(factor.shape))
-        scaled = _mb().mul(x=factor, y=np.float32(scale), before_op=product)
+        scaled = mb.mul(x=factor, y=np.float32(scale), before_op=product)
         product.enclosing_block.replace_uses_of_var_after_op(
             anchor_op=scaled.op, old_var=factor, new_var=scaled, end_op=product
         )
@@ -430,7 +425,7 @@ def _bound_factors(product: Any, may_cast: Selector) -> None:
         return
     for factor in (product.x, product.y):
         if _exceeds(factor, INFINITE_FROM):
-            bounded = _mb().const(val=np.clip(factor.val, -_MAX, _MAX), before_op=product)
+            bounded = mb.const(val=np.clip(factor.val, -_MAX, _MAX), before_op=product)
             product.enclosing_block.replace_uses_of_var_after_op(
                 anchor_op=bounded.op, old_var=factor, new_var=bounded, end_op=product
             )
@@ -443,9 +438,7 @@ def _bound_scores(softmax: Any, may_cast: Selector) -> None:
     scores = softmax.x
     if not any(_may_overflow(*origin) for origin in _origins(scores)):
         return
-    bounded = _mb().clip(
-        x=scores, alpha=np.float32(-_MAX), beta=np.float32(_MAX), before_op=softmax
-    )
+    bounded = mb.clip(x=scores, alpha=np.float32(-_MAX), beta=np.float32(_MAX), before_op=softmax)
     softmax.enclosing_block.replace_uses_of_var_after_op(
         anchor_op=bounded.op, old_var=scores, new_var=bounded, end_op=softmax
     )
@@ -478,7 +471,7 @@ def _bound_softplus(op: Any, may_cast: Selector) -> None:
     """Compute ``max(x, softplus(min(x, 10)))`` in place of softplus."""
     if op.op_type != "softplus" or not may_cast(op):
         return
-    mb, keywords = _mb(), {"before_op": op}
+    keywords: Any = {"before_op": op}
     bounded = mb.minimum(x=op.x, y=np.float32(_LINEAR_FROM), **keywords)
     y = mb.maximum(
         x=op.x, y=mb.softplus(x=bounded, **keywords), name=op.outputs[0].name, **keywords

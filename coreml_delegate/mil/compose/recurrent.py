@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from coreml_delegate.mil.compose import Var, mb
+
 Array: TypeAlias = NDArray[np.float32]
-Var: TypeAlias = Any
-"""A value of a MIL program under construction."""
 
 _LSTM_GATE_ORDER = (0, 1, 3, 2)
 """PyTorch's indices of MIL's gates: input, forget, output, cell."""
@@ -117,11 +116,10 @@ _Pass: TypeAlias = Callable[[Var, Sequence[Var], Cell], Sequence[Var]]
 states of all steps, and the last value of each state."""
 
 
-def lstm(mb: Any, x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var, Var]:
+def lstm(x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var, Var]:
     """Emit one ``lstm`` per layer; with a projection, which MIL's op lacks, see ``gru``.
 
     Args:
-        mb: coremltools' builder.
         x: The sequence.
         states: The first hidden and the first cell state.
         stack: The layers.
@@ -130,15 +128,13 @@ def lstm(mb: Any, x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var
         The hidden states of all steps, the last hidden and the last cell states.
     """
     if stack.cells[0][0].weight_hr is not None:
-        steps, last_h, last_c = _run_passes(mb, x, states, stack, partial(_projected_lstm_loop, mb))
+        steps, last_h, last_c = _run_passes(x, states, stack, _projected_lstm_loop)
         return steps, last_h, last_c
     hidden: list[Var] = []
     cell: list[Var] = []
-    x = _steps_first(mb, x, stack)
+    x = _steps_first(x, stack)
     for layer, cells in enumerate(stack.cells):
-        initial_h, initial_c = (
-            _concat_directions(mb, state, layer, len(cells)) for state in states
-        )
+        initial_h, initial_c = (_concat_directions(state, layer, len(cells)) for state in states)
         is_bidirectional = len(cells) > 1
         weights = cells[0].keywords(_LSTM_GATE_ORDER)
         weights |= cells[1].keywords(_LSTM_GATE_ORDER, "_back") if is_bidirectional else {}
@@ -153,13 +149,13 @@ def lstm(mb: Any, x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var
         hidden += mb.split(x=last_h, num_splits=2, axis=-1) if is_bidirectional else [last_h]
         cell += mb.split(x=last_c, num_splits=2, axis=-1) if is_bidirectional else [last_c]
     return (
-        _steps_first(mb, x, stack),
+        _steps_first(x, stack),
         mb.stack(values=hidden, axis=0),
         mb.stack(values=cell, axis=0),
     )
 
 
-def rnn(mb: Any, x: Var, state: Var, stack: Stack, activation: str) -> tuple[Var, Var]:
+def rnn(x: Var, states: Sequence[Var], stack: Stack, activation: str) -> tuple[Var, Var]:
     """Emit one ``rnn`` per layer and direction; see ``gru``."""
 
     def run(x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Var]:
@@ -171,30 +167,29 @@ def rnn(mb: Any, x: Var, state: Var, stack: Stack, activation: str) -> tuple[Var
             **cell.keywords(),
         )
 
-    steps, last = _run_passes(mb, x, [state], stack, run)
+    steps, last = _run_passes(x, states, stack, run)
     return steps, last
 
 
-def gru(mb: Any, x: Var, state: Var, stack: Stack) -> tuple[Var, Var]:
+def gru(x: Var, states: Sequence[Var], stack: Stack) -> tuple[Var, Var]:
     """Emit one ``while_loop`` over the steps per layer and direction.
 
     PyTorch's formula is ``n = tanh(W x + b + r * (U h + c))``; MIL's ``gru`` resets ``h`` before
     the product. From iOS18 on it has PyTorch's as an option, but coremltools' own test of it fails.
 
     Args:
-        mb: coremltools' builder.
         x: The sequence.
-        state: The first hidden state.
+        states: The first hidden state.
         stack: The layers.
 
     Returns:
         The hidden states of all steps, and the last hidden states.
     """
-    steps, last = _run_passes(mb, x, [state], stack, partial(_gru_loop, mb))
+    steps, last = _run_passes(x, states, stack, _gru_loop)
     return steps, last
 
 
-def _gru_loop(mb: Any, x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Var]:
+def _gru_loop(x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Var]:
     sizes = [2 * cell.width, cell.width]  # reset and update together; new
     bias_ih, bias_hh = _split_gru_biases(cell)
 
@@ -208,10 +203,10 @@ def _gru_loop(mb: Any, x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Va
         new = mb.tanh(x=mb.add(x=from_input[1], y=mb.mul(x=reset, y=from_state[1])))
         return [mb.add(x=new, y=mb.mul(x=update, y=mb.sub(x=h, y=new)))]
 
-    return _loop(mb, mb.linear(x=x, weight=cell.weight_ih, bias=bias_ih), states, step)
+    return _loop(mb.linear(x=x, weight=cell.weight_ih, bias=bias_ih), states, step)
 
 
-def _projected_lstm_loop(mb: Any, x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Var]:
+def _projected_lstm_loop(x: Var, states: Sequence[Var], cell: Cell) -> Sequence[Var]:
     bias_ih, bias_hh = cell.biases
 
     def step(inputs: Var, states: Sequence[Var]) -> Sequence[Var]:
@@ -224,11 +219,10 @@ def _projected_lstm_loop(mb: Any, x: Var, states: Sequence[Var], cell: Cell) -> 
         return [mb.linear(x=h, weight=cell.weight_hr), c]
 
     products = mb.linear(x=x, weight=cell.weight_ih, bias=bias_ih + bias_hh)
-    return _loop(mb, products, states, step)
+    return _loop(products, states, step)
 
 
 def _loop(
-    mb: Any,
     products: Var,
     states: Sequence[Var],
     step: Callable[[Var, Sequence[Var]], Sequence[Var]],
@@ -236,7 +230,6 @@ def _loop(
     """Emit a ``while_loop`` over the steps of a sequence.
 
     Args:
-        mb: coremltools' builder.
         products: Of inputs and weights [steps, batch, gates * units]; computed before the loop,
             because they do not depend on states.
         states: Initial states [batch, units]; the first is the hidden state.
@@ -245,24 +238,58 @@ def _loop(
     Returns:
         The hidden states of all steps, and the last value of each state.
     """
-    count = mb.gather(x=mb.shape(x=products), indices=0, axis=0)
     # Initial values are arbitrary: every row is written before it is read.
     width, full_dims = states[0].shape[-1], [True, True, False]
     rows = mb.slice_by_index(
         x=products, begin=[0, 0, 0], end=[0, 0, width], begin_mask=full_dims, end_mask=full_dims
     )
 
+    def step_with_row(*values: Var) -> Sequence[Var]:
+        next_states = step(values[-1], values[:-1])
+        return [*next_states, next_states[0]]
+
+    *last, rows = loop_over_rows(states, [products], [rows], step_with_row)
+    return rows, *last
+
+
+def loop_over_rows(
+    carry: Sequence[Var],
+    sequences: Sequence[Var],
+    stacks: Sequence[Var],
+    step: Callable[..., Sequence[Var]],
+) -> Sequence[Var]:
+    """Emit a ``while_loop`` over the rows of sequences.
+
+    Args:
+        carry: First values of the loop variables.
+        sequences: Tensors of one size along their first dimension.
+        stacks: Tensors of that size, whose rows are overwritten.
+        step: Takes the carry and a row of each sequence; returns the next carry and a row of each
+            stack.
+
+    Returns:
+        The last carry, and the stacks.
+    """
+    count = mb.gather(x=mb.shape(x=sequences[0]), indices=0, axis=0)
+    states = len(carry)
+
     def has_next(index: Var, *_: Var) -> Var:
         return mb.less(x=index, y=count)
 
-    def iteration(index: Var, rows: Var, *states: Var) -> tuple[Var, ...]:
-        next_states = step(mb.gather(x=products, indices=index, axis=0), states)
-        at, row = mb.expand_dims(x=index, axes=[0]), mb.expand_dims(x=next_states[0], axes=[0])
-        rows = mb.scatter(data=rows, indices=at, updates=row, axis=0, mode="update")
-        return (mb.add(x=index, y=1), rows, *next_states)
+    def iteration(index: Var, *values: Var) -> tuple[Var, ...]:
+        rows = [mb.gather(x=sequence, indices=index, axis=0) for sequence in sequences]
+        outputs = step(*values[:states], *rows)
+        at = mb.expand_dims(x=index, axes=[0])
+        updates = [mb.expand_dims(x=row, axes=[0]) for row in outputs[states:]]
+        updated_stacks = [
+            mb.scatter(data=stack, indices=at, updates=update, axis=0, mode="update")
+            for stack, update in zip(values[states:], updates, strict=True)
+        ]
+        return (mb.add(x=index, y=1), *outputs[:states], *updated_stacks)
 
-    _, rows, *last = mb.while_loop(_cond=has_next, _body=iteration, loop_vars=(0, rows, *states))
-    return rows, *last
+    loop_vars = (0, *carry, *stacks)
+    _, *results = mb.while_loop(_cond=has_next, _body=iteration, loop_vars=loop_vars)
+    return results
 
 
 def _split_gru_biases(cell: Cell) -> tuple[Array, Array]:
@@ -276,32 +303,30 @@ def _split_gru_biases(cell: Cell) -> tuple[Array, Array]:
     return bias_ih + bias_hh - new_bias, new_bias
 
 
-def _run_passes(
-    mb: Any, x: Var, states: Sequence[Var], stack: Stack, run: _Pass
-) -> tuple[Var, ...]:
+def _run_passes(x: Var, states: Sequence[Var], stack: Stack, run: _Pass) -> tuple[Var, ...]:
     """Run every layer once per direction and concatenate the directions."""
     last_states: list[Sequence[Var]] = []
-    x = _steps_first(mb, x, stack)
+    x = _steps_first(x, stack)
     for layer, cells in enumerate(stack.cells):
         hidden: list[Var] = []
         for direction, cell in enumerate(cells):
             sequence = mb.reverse(x=x, axes=[0]) if direction else x
-            initial = [_row(mb, state, layer * len(cells) + direction) for state in states]
+            initial = [_row(state, layer * len(cells) + direction) for state in states]
             steps, *ends = run(sequence, initial, cell)
             hidden.append(mb.reverse(x=steps, axes=[0]) if direction else steps)
             last_states.append(ends)
         x = mb.concat(values=hidden, axis=-1) if len(hidden) > 1 else hidden[0]
-    return _steps_first(mb, x, stack), *(
+    return _steps_first(x, stack), *(
         mb.stack(values=states_of_kind, axis=0) for states_of_kind in zip(*last_states, strict=True)
     )
 
 
-def _steps_first(mb: Any, x: Var, stack: Stack) -> Var:
+def _steps_first(x: Var, stack: Stack) -> Var:
     """Swap steps and batch if PyTorch's sequences are batch-first; its own inverse."""
     return mb.transpose(x=x, perm=[1, 0, 2]) if stack.batch_first else x
 
 
-def _row(mb: Any, state: Var, row: int) -> Var:
+def _row(state: Var, row: int) -> Var:
     """Return [batch, units] of one layer in one direction."""
     return mb.slice_by_index(
         x=state,
@@ -313,7 +338,7 @@ def _row(mb: Any, state: Var, row: int) -> Var:
     )
 
 
-def _concat_directions(mb: Any, state: Var, layer: int, directions: int) -> Var:
+def _concat_directions(state: Var, layer: int, directions: int) -> Var:
     """Return [batch, directions * units] of one layer."""
-    rows = [_row(mb, state, layer * directions + direction) for direction in range(directions)]
+    rows = [_row(state, layer * directions + direction) for direction in range(directions)]
     return mb.concat(values=rows, axis=-1) if directions > 1 else rows[0]

@@ -122,9 +122,9 @@ def test_a_key_changes_with_options_and_model(other, folder):
 def test_a_key_changes_with_the_versions_of_imported_packages(folder, monkeypatch):
     (folder / "layers.py").write_text("from transformers.models import llama\n")
     before = key(JOB, folder)
-    version = contents._version
+    version = contents.version_of
     others = {"transformers": "0.1", "timm": "0.1"}
-    monkeypatch.setattr(contents, "_version", lambda name: others.get(name) or version(name))
+    monkeypatch.setattr(contents, "version_of", lambda name: others.get(name) or version(name))
     assert key(JOB, folder) != before
     (folder / "layers.py").write_text("x = 1\n")
     unaffected = key(JOB, folder)

@@ -190,6 +190,14 @@ def _translate_unfold(context: Any, node: Any) -> None:
     context.add(mb.transpose(x=windows, perm=order, name=node.name))
 
 
+def kind_of(target: str) -> str:
+    """Return the name by which coremltools looks up the translation of a torch op."""
+    coremltools()
+    from coremltools.converters.mil.frontend.torch.utils import sanitize_op_kind
+
+    return str(sanitize_op_kind(target))
+
+
 def translation_of(function: Translation) -> Callable[[Any, Any], None]:
     """Return the translation of a call of an op by a composition of MIL ops."""
 

@@ -62,15 +62,6 @@ def integers() -> Any:
     return torch.ops.coreml_delegate.integers.default
 
 
-def product() -> Any:
-    """Products of the elements along one dimension.
-
-    Returns:
-        ATen's operator, without its dtype.
-    """
-    return torch.ops.aten.prod.dim_int
-
-
 def scatter_reduce() -> Any:
     """Scatter with reduction, as MIL's ``scatter_along_axis``.
 
@@ -166,12 +157,6 @@ def _translate_nms(context: Any, node: Any) -> None:
 def _translate_integers(context: Any, node: Any) -> None:
     values = np.asarray(_value(context, node.inputs[0]), np.int32)
     context.add(mb.const(val=values, name=node.name))
-
-
-def _translate_prod(context: Any, node: Any) -> None:
-    axis, keep = (_value(context, name) for name in node.inputs[1:3])
-    options = {"axes": [int(axis)], "keep_dims": bool(keep)}
-    context.add(mb.reduce_prod(x=context[node.inputs[0]], **options, name=node.name))
 
 
 def _translate_scatter_reduce(context: Any, node: Any) -> None:
@@ -337,7 +322,6 @@ TRANSLATIONS: Mapping[str, Callable[[Any, Any], None]] = {
     f"{_NAMESPACE}::gru.input": _of_layers(recurrent.gru),
     f"{_NAMESPACE}::rnn_tanh.input": _of_layers(recurrent.rnn, "tanh"),
     f"{_NAMESPACE}::rnn_relu.input": _of_layers(recurrent.rnn, "relu"),
-    "prod.dim_int": _translate_prod,
     "scatter_reduce.two": _translate_scatter_reduce,
     "unfold_copy": _translate_unfold,
 }

@@ -45,7 +45,6 @@ from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.ops.quantization import CompositeOp
 from coreml_delegate.ops.record import OpRecord
 from coreml_delegate.ops.refused import REFUSED
-from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.targets import Opset
 
 FAMILIES = (
@@ -116,7 +115,7 @@ def translations() -> Mapping[str, Callable[[Any, Any], None]]:
     Each takes coremltools' context and the node.
     """
     by_record = {
-        coremltools_patches.kind_of(target): mil_ops.translation_of(record.translation)
+        mil_ops.kind_of(target): mil_ops.translation_of(record.translation)
         for target, record in RECORDS.items()
         if record.translation is not None
     }

@@ -50,15 +50,6 @@ def integers() -> Any:
     return torch.ops.coreml_delegate.integers.default
 
 
-def product() -> Any:
-    """Products of the elements along one dimension.
-
-    Returns:
-        ATen's operator, without its dtype.
-    """
-    return torch.ops.aten.prod.dim_int
-
-
 def scatter_reduce() -> Any:
     """Scatter with reduction, as MIL's ``scatter_along_axis``.
 
@@ -131,12 +122,6 @@ def _translate_integers(context: Any, node: Any) -> None:
     context.add(mb.const(val=values, name=node.name))
 
 
-def _translate_prod(context: Any, node: Any) -> None:
-    axis, keep = (value_in(context, name) for name in node.inputs[1:3])
-    options = {"axes": [int(axis)], "keep_dims": bool(keep)}
-    context.add(mb.reduce_prod(x=context[node.inputs[0]], **options, name=node.name))
-
-
 def _translate_scatter_reduce(context: Any, node: Any) -> None:
     data, axis, indices, updates, reduce = node.inputs[:5]
     tensors = {"data": data, "indices": indices, "updates": updates}
@@ -151,6 +136,14 @@ def _translate_unfold(context: Any, node: Any) -> None:
     windows = mb.sliding_windows(x=x, axis=axis, size=size, stride=step)
     order = [*range(axis + 1), *range(axis + 2, x.rank + 1), axis + 1]
     context.add(mb.transpose(x=windows, perm=order, name=node.name))
+
+
+def kind_of(target: str) -> str:
+    """Return the name by which coremltools looks up the translation of a torch op."""
+    coremltools()
+    from coremltools.converters.mil.frontend.torch.utils import sanitize_op_kind
+
+    return str(sanitize_op_kind(target))
 
 
 def translation_of(function: Translation) -> Callable[[Any, Any], None]:
@@ -208,7 +201,6 @@ TRANSLATIONS: Mapping[str, Callable[[Any, Any], None]] = {
     f"{_NAMESPACE}::truncate_divide": translation_of(division.truncate_divide),
     f"{_NAMESPACE}::nms": _translate_nms,
     f"{_NAMESPACE}::integers": _translate_integers,
-    "prod.dim_int": _translate_prod,
     "scatter_reduce.two": _translate_scatter_reduce,
     "unfold_copy": _translate_unfold,
 }

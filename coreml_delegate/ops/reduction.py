@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from coreml_delegate.mil.compose import movement
+from coreml_delegate.mil.compose import mb, movement
 from coreml_delegate.ops.call import ANY, NUMERIC, OpCall, ReasonCode
 from coreml_delegate.ops.constraints import holds
 from coreml_delegate.ops.edits import (
@@ -27,7 +27,6 @@ from coreml_delegate.ops.edits import (
 )
 from coreml_delegate.ops.flops import per_input
 from coreml_delegate.ops.merging import along, leading, over
-from coreml_delegate.ops.mil_ops import product
 from coreml_delegate.ops.quantization import AVERAGE_POOL, MOVE
 from coreml_delegate.ops.record import OpRecord, Rewrite
 
@@ -54,10 +53,14 @@ def _product(node: Node) -> None:
     arguments = arguments_of(node)
     factors = cast(node, arguments["self"], value_of(node).dtype)
     if "dim" in arguments:
-        become(node, product(), factors, arguments["dim"], arguments["keepdim"])
+        become(node, ATEN.prod.dim_int, factors, arguments["dim"], arguments["keepdim"])
         return
     flat = insert(node, ATEN.view_copy.default, factors, [-1])
-    become(node, product(), flat, 0, False)
+    become(node, ATEN.prod.dim_int, flat, 0, False)
+
+
+def _product_along(x: Any, axis: int, keep: bool) -> Any:
+    return mb.reduce_prod(x=x, axes=[axis], keep_dims=bool(keep))
 
 
 def _cumprod(node: Node) -> None:
@@ -198,7 +201,7 @@ RECORDS = (
         translation=movement.cumulative_product,
     ),
     _of_all("aten.prod.default", dtypes={"": ANY}, rewrite=_product),
-    _along("aten.prod.dim_int", dtypes={"": ANY}, rewrite=_product),
+    _along("aten.prod.dim_int", dtypes={"": ANY}, rewrite=_product, translation=_product_along),
     _op("aten.amax.default", dtypes={"": NUMERIC}, quantization=MOVE),
     _op("aten.amin.default", dtypes={"": NUMERIC}),
     *(_of_all(f"aten.{name}.default", dtypes={"": NUMERIC}) for name in ("max", "min")),

@@ -540,11 +540,6 @@ def registered_translations() -> Iterable[Callable[..., None]]:
     return registry.name_to_func_mapping.values()
 
 
-def kind_of(target: str) -> str:
-    """Return the name by which coremltools looks up the translation of a torch op."""
-    return pkgutil.resolve_name(f"{_TORCH}.utils:sanitize_op_kind")(target)
-
-
 def mil_program(model: Any) -> Any:
     """Return the MIL program that an ``MLModel`` was converted from."""
     return model._mil_program

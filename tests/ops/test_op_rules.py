@@ -22,7 +22,7 @@ from coreml_delegate.lowering import prepare
 from coreml_delegate.ops import RECORDS, Reason, obstacle, record_of
 from coreml_delegate.ops.call import OpCall
 from coreml_delegate.ops.constants import stored_nodes
-from coreml_delegate.patches.coremltools import kind_of
+from coreml_delegate.ops.mil_ops import kind_of
 from coreml_delegate.targets import Opset
 
 _FP16_SAMPLES = 3

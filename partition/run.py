@@ -52,12 +52,13 @@ from coreml_delegate.transforms.compressed_weights import (
 from coreml_delegate.transforms.constant_folding import fold_constants
 from coreml_delegate.transforms.control_flow import Lowered, protect_control_flow, with_constants
 from coreml_delegate.transforms.executorch_gaps import (
-    decompose_custom_ops,
+    decompose_without_out_variant,
     drop_assertions,
     drop_empty_parts,
     drop_linear_algebra_checks,
     drop_text_results,
     name_values,
+    stride_over_bases,
 )
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 from coreml_delegate.transforms.recurrent_layers import (
@@ -69,7 +70,8 @@ _INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
 """Applied once to a program, before its control flow."""
 
 _TRANSFORMS = (
-    decompose_custom_ops,
+    stride_over_bases,
+    decompose_without_out_variant,
     drop_empty_parts,
     protect_recurrent_layers,
     unwrap_tensor_subclasses,

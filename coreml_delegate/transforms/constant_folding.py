@@ -4,6 +4,7 @@ A call is known if all its arguments are constants of the program or results of 
 calls are computed, once and in the dtypes of the program, if
 
 - Core ML does not take them, whatever the op: resized tables, windows, linear algebra, fp64; or
+- their value depends on the strides of a constant, which the program does not keep; or
 - their result has to be a constant, as a convolution weight computed by ``weight_norm``.
 
 Their known producers are folded too, and known users whose result is not larger than their folded
@@ -39,6 +40,7 @@ from coreml_delegate.patches.torch import (
     is_traceable_wrapper_subclass,
     schema_of,
 )
+from coreml_delegate.transforms.executorch_gaps import reads_other_memory
 
 _logger = logging.getLogger(__name__)
 
@@ -170,6 +172,7 @@ def _calls_to_fold(
     must_be_constant = {
         argument for node in program.graph.nodes for argument in _constant_arguments(node)
     }
+    must_be_constant.update(filter(reads_other_memory, calls))
     wide = WideIntegers().obstacles(program)
     return {*refused(checked, program), *(must_be_constant & call_set), *(wide.keys() & call_set)}
 

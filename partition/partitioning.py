@@ -44,14 +44,15 @@ from coreml_delegate.patches import patched
 from coreml_delegate.patches.torch import SKIP_GUARD_CODE, OpOverload
 from coreml_delegate.targets import STATE_OPSET
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers
-from coreml_delegate.transforms.constant_folding import fold_constants
+from coreml_delegate.transforms.constant_folding import compute_sizes, fold_constants
 from coreml_delegate.transforms.executorch_gaps import (
-    decompose_custom_ops,
+    decompose_without_out_variant,
     drop_assertions,
     drop_empty_parts,
     drop_linear_algebra_checks,
     drop_text_results,
     name_values,
+    stride_over_bases,
 )
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 
@@ -59,7 +60,8 @@ _INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
 """Applied once to a program, before its control flow."""
 
 _TRANSFORMS = (
-    decompose_custom_ops,
+    stride_over_bases,
+    decompose_without_out_variant,
     drop_empty_parts,
     protect_recurrent_layers,
     unwrap_tensor_subclasses,
@@ -96,7 +98,7 @@ def _transform(
     fold = partial(
         fold_constants, refused=partial(refused_one_by_one, target=target), inputs=inputs
     )
-    folded = fold(program)
+    folded = fold(compute_sizes(program, inputs))
     program = protect_control_flow(
         folded, partial(_lower_branch, options), options.filters.refusal, inputs
     )

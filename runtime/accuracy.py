@@ -132,8 +132,9 @@ class Accuracy:
         max_abs_error: Largest absolute difference, 0 between two NaN.
         elements: Number of elements.
         nan: Number of elements that are NaN in both outputs.
-        compared: Number of elements that are neither NaN in both outputs nor 0 in both; only these
-            distinguish a right program from a program that loses its numbers.
+        infinite: Number of elements that are the same infinity in both outputs.
+        compared: Number of elements that are neither NaN, nor 0, nor the same infinity in both
+            outputs; only these distinguish a right program from a program that loses its numbers.
         rows: Number of compared rows of class scores.
         agreeing: Number of rows in which both outputs have the largest value at the same index.
         long_rows: Number of rows of more than five classes.
@@ -150,6 +151,7 @@ class Accuracy:
     max_abs_error: float = 0.0
     elements: int = 0
     nan: int = 0
+    infinite: int = 0
     compared: int = 0
     rows: int = 0
     agreeing: int = 0
@@ -163,6 +165,12 @@ class Accuracy:
     def sqnr_db(self) -> float:
         """Signal to quantisation-noise ratio in dB; see ``ratio_db``."""
         return ratio_db(float(self.signal), float(self.noise))
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a value was compared, or the places of infinities among zeros, as in a mask."""
+        is_mask = not self.nan and 0 < self.infinite < self.elements
+        return self.compared > 0 or is_mask
 
     @property
     def top1_agreement(self) -> float | None:
@@ -215,8 +223,10 @@ class Accuracy:
         self.max_abs_error = max(self.max_abs_error, math.inf if math.isnan(worst) else worst)
         self.elements += want.numel()
         nan, zero = want.isnan() & got.isnan(), (want == 0) & (got == 0)
+        infinite = want.isinf() & (want == got)
         self.nan += int(nan.sum())
-        self.compared += int((~(nan | zero)).sum())
+        self.infinite += int(infinite.sum())
+        self.compared += int((~(nan | zero | infinite)).sum())
         self.signal.add(signals.square().numpy())
         self.noise.add(error.square().numpy())
         if worst:

@@ -4,7 +4,28 @@ from __future__ import annotations
 
 import sys
 
-from coreml_delegate.scripts.cli import main
+from coreml_delegate.scripts import console, interruption
+
+
+def main() -> int:
+    """Run the command line; a signal during its imports ends as quietly as later.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: Wrong usage, help or version was asked for, or a signal to terminate arrived.
+    """
+    console.open_closed_streams()
+    with interruption.handled():
+        try:
+            from coreml_delegate.scripts import cli
+
+            return cli.main()
+        except KeyboardInterrupt:
+            console.complain("interrupted")
+            return interruption.INTERRUPTED
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -156,3 +156,7 @@ class _Version(argparse.Action):
         # Read only on demand: the installed metadata takes longer to read than all of --help.
         console.write(f"{console.PROGRAM} {importlib.metadata.version('coreml-delegate')}")
         parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

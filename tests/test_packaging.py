@@ -125,6 +125,20 @@ def test_wheel_has_every_module(distributions):
     assert wheel.name.endswith("py3-none-any.whl")
 
 
+def test_links_of_documents_lead_to_documents_of_a_wheel():
+    groups = TOOLS["setuptools"]["data-files"].values()
+    documents = {path for patterns in groups for pattern in patterns for path in ROOT.glob(pattern)}
+    shipped = {*documents, *(folder for path in documents for folder in path.parents)}
+    broken = {
+        (path.name, link)
+        for path in documents
+        if path.suffix == ".md"
+        for link in re.findall(r"\]\((?!https?:)([^)#\s]+)", path.read_text())
+        if Path(os.path.normpath(path.parent / link)) not in shipped
+    }
+    assert broken == set()
+
+
 @pytest.mark.slow
 def test_links_of_the_readme_lead_somewhere_in_a_wheel(distributions):
     _, wheel = distributions

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
@@ -38,6 +39,7 @@ __all__ = [
     "replace_in_signature",
     "schema_of",
     "set_parts",
+    "share_memory",
     "with_parts",
     "wrapped_kernels",
 ]
@@ -70,6 +72,15 @@ def schema_of(operator: Any) -> Any:
     No public function returns it.
     """
     return getattr(operator, "_schema", None)
+
+
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors are views of one memory, also if they have no data.
+
+    No public function tells it of meta tensors.
+    """
+    storages: list[Any] = [tensor.untyped_storage() for tensor in (first, second)]
+    return storages[0]._cdata == storages[1]._cdata
 
 
 def with_parts(program: ExportedProgram, **parts: Any) -> ExportedProgram:

@@ -4,10 +4,14 @@ A call is known if all its arguments are constants of the program or results of 
 calls are computed, once and in the dtypes of the program, if
 
 - Core ML does not take them, whatever the op: resized tables, windows, linear algebra, fp64; or
+- their value depends on the strides of a constant, which the program does not keep; or
 - their result has to be a constant, as a convolution weight computed by ``weight_norm``.
 
 Their known producers are folded too, and known users whose result is not larger than their folded
 arguments. Other known calls stay in the graph, where coremltools may fold them.
+
+Calls whose sizes depend on the values of constants (``nonzero``, a mask as an index) are computed
+before, whatever Core ML takes: the sizes of the program are then those of the values.
 
 Random numbers, states, dynamic sizes and quantized values are not folded: Core ML stores quantized
 values, and dequantizes them itself.
@@ -18,19 +22,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tag
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.call import GETITEM, OpCall, flatten, target_name
 from coreml_delegate.ops.constants import NO_INPUTS, NOT_FOLDED, Inputs, known_values, note_fold
 from coreml_delegate.ops.constraints import IsConstant
-from coreml_delegate.ops.edits import add_constant, become
+from coreml_delegate.ops.edits import add_constant, become, set_arguments
 from coreml_delegate.ops.flops import bytes_of, tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.patches.torch import (
@@ -39,9 +45,11 @@ from coreml_delegate.patches.torch import (
     is_traceable_wrapper_subclass,
     schema_of,
 )
+from coreml_delegate.transforms.executorch_gaps import reads_other_memory
 
 _logger = logging.getLogger(__name__)
 
+_ATEN: Any = torch.ops.aten
 _PREFIX = "coreml_delegate_folded"
 _NOTED_GROWTH = 10**6
 _MAX_GROWTH = 10**8
@@ -81,6 +89,121 @@ def fold_constants(
         return program
     _apply(functional, fold)
     return functional
+
+
+# Sizes that depend on values
+
+
+def compute_sizes(program: ExportedProgram, inputs: Inputs = NO_INPUTS) -> ExportedProgram:
+    """Return ``program`` with sizes computed that depend on the values of constants.
+
+    Args:
+        program: In ATen dialect, with its real state; it is not changed.
+        inputs: The constant inputs, if the program is a branch.
+    """
+    known_nodes = set(_known_tensors(program, inputs)).union(_known_calls(program, inputs))
+    if not any(
+        _has_sizes_of_values(node) and not known_nodes.isdisjoint(node.all_input_nodes)
+        for node in program.graph.nodes
+    ):
+        return program
+    functional = program.run_decompositions(dict(_TO_INDEXING))
+    values = _known_tensors(functional, inputs)
+    results = dict(_values_with_own_sizes(functional, values))
+    if not results:
+        return program
+    sources = {source for node in results for source in node.all_input_nodes}
+    for node, value in results.items():
+        node.meta["val"] = value
+        _note_growth(_store(functional, node, value, list(node.users)), node, value.nbytes)
+    functional.graph.eliminate_dead_code()
+    _remove_unused(functional, sources)
+    # Traced again, the calls that depend on them have their sizes.
+    return compute_sizes(functional.run_decompositions({}), inputs)
+
+
+def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    return x.expand(shape)[mask.expand(shape)]
+
+
+def _repeat_interleave(
+    x: torch.Tensor, repeats: torch.Tensor, dim: int | None = None, output_size: int | None = None
+) -> torch.Tensor:
+    x, dim = (x.flatten(), 0) if dim is None else (x, dim)
+    repeats = repeats.expand(x.shape[dim])
+    indices = _ATEN.repeat_interleave.Tensor(repeats, output_size=output_size)
+    return x.index_select(dim, indices)
+
+
+_TO_INDEXING: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        _ATEN.masked_select.default: _masked_select,
+        _ATEN.repeat_interleave.self_Tensor: _repeat_interleave,
+    }
+)
+
+
+def _has_sizes_of_values(node: Node) -> bool:
+    sizes = [size for tensor in tensors_of(node.meta.get("val")) for size in tensor.shape]
+    dynamic = [size for size in sizes if not isinstance(size, int)]
+    return any(free_unbacked_symbols(size) or not free_symbols(size) for size in dynamic)
+
+
+def _values_with_own_sizes(
+    program: ExportedProgram, values: dict[Node, Any]
+) -> Iterator[tuple[Node, torch.Tensor]]:
+    """Yield known calls and masks whose values determine sizes, with their values."""
+    for node in list(program.graph.nodes):
+        if not _has_sizes_of_values(node):
+            continue
+        if node.target is _ATEN.index.Tensor:
+            for mask in filter(_is_mask, _indices(node)):
+                if (value := _value(mask, values)) is not None:
+                    yield from _positions(node, mask, value).items()
+        elif (value := _value(node, values)) is not None and isinstance(value, torch.Tensor):
+            yield node, value
+
+
+def _indices(node: Node) -> list[Any]:
+    return list(OpCall.of(node).arguments["indices"])
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Node) and index.meta["val"].dtype is torch.bool
+
+
+def _positions(node: Node, mask: Node, value: torch.Tensor) -> dict[Node, torch.Tensor]:
+    """Index by positions in place of a mask; return the calls that stand for them, with values."""
+    positions = dict[Node, torch.Tensor]()
+    for position in value.nonzero().unbind(1):
+        with node.graph.inserting_before(node):
+            call = node.graph.call_function(_ATEN.clone.default, (mask,))
+        call.meta = {**mask.meta, "val": position}
+        positions[call] = position
+    indices = _indices(node)
+    at = indices.index(mask)
+    set_arguments(node, indices=[*indices[:at], *positions, *indices[at + 1 :]])
+    return positions
+
+
+def _value(node: Node, values: dict[Node, Any]) -> Any:
+    """Return the value of a node that depends only on ``values``, which are extended; or None."""
+    if node in values:
+        return values[node]
+    if not _is_deterministic(node):
+        return None
+    for source in node.all_input_nodes:
+        if _value(source, values) is None:
+            return None
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    target: Any = node.target
+    try:
+        with torch.no_grad():
+            values[node] = target(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - any kernel may fail, with any error; the call stays
+        return None
+    return values[node]
 
 
 # Known calls
@@ -126,11 +249,15 @@ def _known_tensors(program: ExportedProgram, inputs: Inputs) -> dict[Node, Any]:
 
 def _is_computable(node: Node) -> bool:
     """Return whether a call is deterministic, and its result may be stored."""
-    if node.op != "call_function":
-        return False
     results = list(tensors_of(node.meta.get("val")))
     sizes = [size for tensor in results for size in tensor.shape]
     if not results or not all(isinstance(size, int) and size > 0 for size in sizes):
+        return False
+    return _is_deterministic(node)
+
+
+def _is_deterministic(node: Node) -> bool:
+    if node.op != "call_function":
         return False
     if target_name(node.target) == GETITEM:
         return True
@@ -170,6 +297,7 @@ def _calls_to_fold(
     must_be_constant = {
         argument for node in program.graph.nodes for argument in _constant_arguments(node)
     }
+    must_be_constant.update(filter(reads_other_memory, calls))
     wide = WideIntegers().obstacles(program)
     return {*refused(checked, program), *(must_be_constant & call_set), *(wide.keys() & call_set)}
 
@@ -296,23 +424,35 @@ def _apply(program: ExportedProgram, fold: _Fold) -> None:
         node.meta["custom"] = {**(node.meta.get("custom") or {}), NOT_FOLDED: text}
         _logger.info("%s is not folded: %s", node.name, text)
     for node, value in fold.results.items():
-        name = _unused_name(program, f"{_PREFIX}_{node.name}")
-        constant = add_constant(program, name, value, node, dtype=value.dtype)
         users = [user for user in node.users if user not in fold.calls and not _is_check(user)]
-        for user in users:
-            if user.op != "output":
-                user.replace_input_with(node, constant)
-        if any(user.op == "output" for user in users):  # the signature names outputs
-            become(node, torch.ops.aten.clone.default, constant)
-        if fold.growths[node] > _NOTED_GROWTH:
-            note_fold(constant, fold.growths[node])
-            _logger.warning(_LARGER, node.name, fold.growths[node] / 1e6)
+        constant = _store(program, node, value, users)
+        _note_growth(constant, node, fold.growths[node])
     for node in fold.calls:
         for check in [user for user in node.users if _is_check(user)]:
             program.graph.erase_node(check)
     program.graph.eliminate_dead_code()
     _remove_unused(program, sources)
     program.graph_module.recompile()
+
+
+def _store(
+    program: ExportedProgram, node: Node, value: torch.Tensor, users: Collection[Node]
+) -> Node:
+    """Store the value of a call as a constant for ``users``, and return its placeholder."""
+    name = _unused_name(program, f"{_PREFIX}_{node.name}")
+    constant = add_constant(program, name, value, node, dtype=value.dtype)
+    for user in users:
+        if user.op != "output":
+            user.replace_input_with(node, constant)
+    if any(user.op == "output" for user in users):  # the signature names outputs
+        become(node, _ATEN.clone.default, constant)
+    return constant
+
+
+def _note_growth(constant: Node, call: Node, growth: int) -> None:
+    if growth > _NOTED_GROWTH:
+        note_fold(constant, growth)
+        _logger.warning(_LARGER, call.name, growth / 1e6)
 
 
 def _unused_name(program: ExportedProgram, name: str) -> str:

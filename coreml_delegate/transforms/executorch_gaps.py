@@ -11,20 +11,25 @@ dicts. Programs get the names of their inputs and outputs from there; see ``valu
 other tensors; caches of transformers begin with an empty tensor. ExecuTorch's runtime does not load
 a program in which it is a constant.
 
-**Custom ops.** Some ops of ExecuTorch's packages equal functions of torch, but have no out variant,
-without which ExecuTorch cannot lower them.
+**Ops without an out variant.** ExecuTorch cannot lower them. Some, of its packages and of torch,
+equal other functions of torch.
 
 **Assertions.** They have no result and are never run: ExecuTorch removes most of them, but only
 after it has refused or kept the operations that only they use.
 
 **Checks in linear algebra.** ExecuTorch has no op for the check that a matrix could be inverted or
 factored.
+
+**Strides.** ``as_strided`` indexes the memory of its argument, which in PyTorch is the memory of
+the tensor that a transpose, slice or expansion is a view of. In ExecuTorch and Core ML every result
+has memory of its own, in row-major order.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,10 +41,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.node import map_arg
 
 from coreml_delegate.containers import keys_of
+from coreml_delegate.ops.edits import arguments_of, insert, set_arguments, value_of
 from coreml_delegate.ops.sizes import is_size
-from coreml_delegate.patches.torch import OpOverload, pytree, schema_of, with_parts
+from coreml_delegate.patches.torch import OpOverload, pytree, schema_of, share_memory, with_parts
 
 _logger = logging.getLogger(__name__)
 
@@ -245,6 +252,8 @@ def _symbols(nodes: Iterable[Node]) -> set[Any]:
 
 _EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
+        "aten._is_all_true.default": torch.all,
+        "aten._is_any_true.default": torch.any,
         "coreml.sdpa.default": torch.nn.functional.scaled_dot_product_attention,
         "executorch.alias.default": lambda first, second: (first.clone(), second.clone()),
         "llama.fallback.default": torch.clone,
@@ -252,8 +261,8 @@ _EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 
-def decompose_custom_ops(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with custom ops replaced by equal functions of torch.
+def decompose_without_out_variant(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with ops without an out variant replaced by equal functions of torch.
 
     Args:
         program: In ATen dialect; it is not changed.
@@ -263,6 +272,87 @@ def decompose_custom_ops(program: ExportedProgram) -> ExportedProgram:
         op: _EQUIVALENTS[str(op)] for op in targets if str(op) in _EQUIVALENTS
     }
     return program.run_decompositions(table) if table else program
+
+
+def stride_over_bases(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with ``as_strided`` applied to the tensor whose memory its argument views.
+
+    Args:
+        program: In ATen dialect; it is not changed.
+    """
+    if not any(map(reads_other_memory, program.graph.nodes)):
+        return program
+    functional = program.run_decompositions({})  # where no write to a view reaches its base
+    for node in list(functional.graph.nodes):
+        if reads_other_memory(node):
+            _stride_over_base(node)
+    functional.graph.eliminate_dead_code()
+    functional.graph_module.recompile()
+    return functional
+
+
+def reads_other_memory(node: Node) -> bool:
+    """Whether a call of ``as_strided`` reads other elements than it would of row-major memory."""
+    if node.target not in _STRIDED:
+        return False
+    arguments = arguments_of(node)
+    view, offset = value_of(arguments["self"]), arguments["storage_offset"]
+    start = view.storage_offset()
+    if not _are_static(view.shape, arguments["size"], arguments["stride"], (start, offset or 0)):
+        return False
+    if not view.is_contiguous() or (offset is not None and start):
+        return True
+    steps = zip(arguments["size"], arguments["stride"], strict=True)
+    return (offset or 0) + sum((size - 1) * stride for size, stride in steps) >= view.numel()
+
+
+def _stride_over_base(node: Node) -> None:
+    """Apply ``as_strided`` to its argument's base, laid out in memory as the base is."""
+    arguments = arguments_of(node)
+    view, base = arguments["self"], arguments["self"]
+    while (source := _source_of_view(base)) is not None:
+        base = source
+    memory, offset = value_of(base), arguments["storage_offset"]
+    offset = value_of(view).storage_offset() if offset is None else offset
+    order = sorted(range(memory.dim()), key=memory.stride, reverse=True)
+    if not memory.permute(order).is_contiguous():
+        _logger.warning(
+            "%s reads memory of %s that no program has: its elements are not contiguous, and their "
+            "strides are lost. The results will differ from PyTorch's",
+            node.name,
+            base.name,
+        )
+        return
+    if not memory.is_contiguous():
+        base = insert(node, _ATEN.permute.default, base, order)
+        base = insert(node, _ATEN.clone.default, base, memory_format=torch.contiguous_format)
+    set_arguments(node, self=base, storage_offset=offset - memory.storage_offset())
+
+
+def _source_of_view(node: Node) -> Node | None:
+    """Return the argument that a result is a view of, or None."""
+    call: Any = node.args[0] if node.target is operator.getitem else node
+    schema = schema_of(call.target)
+    if schema is None or not any(result.alias_info for result in schema.returns):
+        return None
+    if not all(_are_static(value_of(source).shape) for source in call.all_input_nodes):
+        return None
+    without_data = {n: _without_data(value_of(n)) for n in call.all_input_nodes}
+    args, kwargs = map_arg((call.args, call.kwargs), without_data.__getitem__)
+    result = call.target(*args, **kwargs)
+    result = result if call is node else result[node.args[1]]
+    return next((n for n, value in without_data.items() if share_memory(value, result)), None)
+
+
+def _are_static(*numbers: Sequence[Any]) -> bool:
+    return all(isinstance(number, int) for group in numbers for number in group)
+
+
+def _without_data(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+_STRIDED = frozenset({_ATEN.as_strided.default, _ATEN.as_strided_copy.default})
 
 
 def drop_linear_algebra_checks(program: ExportedProgram) -> ExportedProgram:

@@ -187,7 +187,8 @@ def require(
 
     Raises:
         ProgramError: Names the outputs, and their ratios of signal to error. Or nothing was
-            compared: an output is NaN on both sides wherever it is not 0, or all outputs are 0.
+            compared: an output is NaN or infinite on both sides wherever it is not 0, or all
+            outputs are 0.
     """
     below = {n: a.sqnr_db for n, a in results.items() if not a.sqnr_db >= min_sqnr}
     if below:
@@ -199,31 +200,31 @@ def require(
             ),
             expected=f"at least {min_sqnr:g} dB",
         )
-    empty = {name: accuracy for name, accuracy in results.items() if not accuracy.compared}
+    empty = {name: accuracy for name, accuracy in results.items() if not accuracy.is_compared}
     if len(empty) < len(results):
-        empty = {name: accuracy for name, accuracy in empty.items() if accuracy.nan}
+        empty = {n: accuracy for n, accuracy in empty.items() if accuracy.nan or accuracy.infinite}
     if empty:
         raise ProgramError(
             "nothing was compared",
             got=", ".join(f"{name} {_trivial(accuracy)}" for name, accuracy in empty.items()),
-            expected="numbers other than 0",
-            remedy="Pass inputs (--input) for which the outputs are not all 0",
+            expected="finite numbers other than 0",
+            remedy="Pass inputs (--input) for which the outputs have finite numbers other than 0",
         )
 
 
 def _ratio(accuracy: Accuracy) -> str:
     if accuracy.sqnr_db != math.inf:
         return f"{accuracy.sqnr_db:.1f} dB"
-    return "equal" if accuracy.compared else _trivial(accuracy)
+    return "equal" if accuracy.is_compared else _trivial(accuracy)
 
 
 def _trivial(accuracy: Accuracy) -> str:
     """Describe an output without a compared value."""
     if not accuracy.elements:
         return "without values"
-    if not accuracy.nan:
-        return "all 0"
-    return "all NaN" if accuracy.nan == accuracy.elements else "all NaN or 0"
+    counts = {"NaN": accuracy.nan, "infinite": accuracy.infinite}
+    counts["0"] = accuracy.elements - sum(counts.values())
+    return "all " + " or ".join(kind for kind, count in counts.items() if count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +366,7 @@ def print_results(
                 "top5_agreement": accuracy.top5_agreement,
                 **_hits(accuracy),
                 "nan": accuracy.nan,
+                "infinite": accuracy.infinite,
                 "compared": accuracy.compared,
                 "beyond_int32": accuracy.beyond_int32,
             }

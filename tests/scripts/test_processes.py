@@ -56,6 +56,30 @@ def test_a_signal_during_conversion_leaves_nothing(number, code, message, tmp_pa
     assert (here / "a.pte").read_text() == "old"
 
 
+def test_an_interrupt_during_imports_has_no_traceback(monkeypatch, capsys):
+    class Interrupting:
+        @staticmethod
+        def find_spec(name, *_):
+            if name == "coreml_delegate.scripts.cli":
+                signal.raise_signal(signal.SIGINT)
+
+    import coreml_delegate.scripts as package
+    from coreml_delegate.scripts.__main__ import main as start_command
+
+    monkeypatch.delattr(package, "cli")
+    monkeypatch.delitem(sys.modules, "coreml_delegate.scripts.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
+    assert start_command() == 130
+    assert capsys.readouterr() == ("", "coreml-delegate: error: interrupted\n")
+
+
+@pytest.mark.parametrize("module", ["scripts", "scripts.cli"])
+def test_modules_that_are_the_command(module):
+    command = [sys.executable, "-m", f"coreml_delegate.{module}", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[:1]) == (0, ["coreml-delegate"])
+
+
 @pytest.mark.slow
 def test_an_interrupt_during_calibration_leaves_nothing(tmp_path):
     here, temporary, stalled = (tmp_path / name for name in ("here", "temporary", "stalled"))

@@ -202,11 +202,15 @@ def test_nan_on_both_sides_is_reported(capsys):
         ({"y": [math.nan, 0.0]}, "got y all NaN or 0,"),
         ({"y": [0.0], "z": [0]}, "got y all 0, z all 0,"),
         ({"y": [math.nan], "z": [1]}, "got y all NaN,"),
+        ({"y": [math.inf, -math.inf]}, "got y all infinite,"),
+        ({"y": [math.inf, math.nan, 0.0]}, "got y all NaN or infinite or 0,"),
+        ({"y": [math.inf], "z": [1]}, "got y all infinite,"),
+        ({"y": [-math.inf, 0.0]}, None),
         ({"y": []}, "got y without values,"),
         ({"y": [0.0], "z": [math.nan, 1.0]}, None),
     ],
 )
-def test_zeros_and_nan_are_not_compared(outputs, message):
+def test_zeros_nan_and_infinities_are_not_compared(outputs, message):
     results = {name: _accuracy(values, values) for name, values in outputs.items()}
     with pytest.raises(ProgramError, match=message) if message else contextlib.nullcontext():
         require(results, 30.0)

@@ -100,3 +100,16 @@ def branches() -> bytes:
     assert "aten.logcumsumexp.default" in names
     assert not any("assert" in name or "all_true" in name for name in names)
     return lowered.pte
+
+
+def _as_values(x: torch.Tensor) -> torch.Tensor:
+    largest = torch.where(_ATEN._is_any_true(x > 0.5), x, -x)
+    return largest + _ATEN._is_all_true(x > 0.5).float()
+
+
+def test_conditions_of_assertions_as_values() -> None:
+    lowered = lower_unchecked(Function(_as_values), (X,))
+    assert not lowered.report.undelegated
+    for x in (X, -X.abs(), X + 2):
+        (result,) = runtime.load_program(lowered.pte, engine="reference").run("forward", [x])
+        assert torch.equal(result, _as_values(x))

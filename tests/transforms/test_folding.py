@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
-from support.lowering import fp32_specs
+from support.lowering import fp32_specs, lower_unchecked
 from support.partitioned import assert_equal_eager, delegate_functions
 from torch import nn
 from torch.export import ExportedProgram
@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.transforms import constant_folding
-from coreml_delegate.transforms.constant_folding import fold_constants
+from coreml_delegate.transforms.constant_folding import compute_sizes, fold_constants
 
 
 class Standardized(nn.Conv2d):
@@ -318,3 +318,35 @@ def test_what_pytorch_cannot_compute_says_so() -> None:
     report = CoreMLPartitioner().plan(program)
     (reason,) = {str(node.reason) for node in report.undelegated if "eigh" in node.op}
     assert "it depends only on constants, but PyTorch fails: linalg.eigh" in reason
+
+
+def _sizes_of_values(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    flags = torch.tensor([1, 0, 1, 1, 0, 0])
+    numbers = torch.tensor([1, 1, 5, 0, 2, 4, 3])
+    mask = torch.tensor([[1, 0, 0, 1, 0, 1], [0, 1, 0, 0, 1, 0]]) > 0
+    return {
+        "nonzero": x[:, torch.nonzero(flags).flatten()] * 2,
+        "mask": x[:, flags > 0],
+        "mask of rank 2": x[mask] + 1,
+        "masked_select": torch.masked_select(x, flags > 0) * 2,
+        "bincount": x * torch.bincount(numbers),
+        "unique": x * torch.unique(numbers).float(),
+        "of another": x[:, torch.unique(torch.nonzero(flags) // 2)],
+        "repeat_interleave": x.repeat_interleave(torch.tensor([1, 2, 0, 1, 1, 1]), 1),
+        "constant": torch.nonzero(flags),
+    }
+
+
+def test_sizes_that_depend_on_values_of_constants() -> None:
+    module, x = Function(_sizes_of_values), torch.linspace(-1.0, 1.0, 12).reshape(2, 6)
+    lowered = lower_unchecked(module, (x,))
+    assert not lowered.report.undelegated
+    for engine in ("reference", "openvino"):
+        results = runtime.load_program(lowered.pte, engine=engine).run("forward", [x])
+        for result, (name, expected) in zip(results, module(x).items(), strict=True):
+            torch.testing.assert_close(result, expected, msg=name)
+
+
+def test_sizes_that_depend_on_values_of_inputs_stay() -> None:
+    program = torch.export.export(Function(lambda x: torch.nonzero(x)), (torch.eye(3),))
+    assert compute_sizes(program) is program

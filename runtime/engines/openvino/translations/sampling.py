@@ -97,7 +97,10 @@ def _uniform(shape: Tensor, seed: int, low: float = 0.0, high: float = 1.0) -> A
     shape = require_room(shape, shape)
     if seed == _UNSEEDED:
         bounds = (ops.constant(np.float32(bound)) for bound in (low, high))
-        return ops.random_uniform(shape, *bounds, "f32", 0, 0)
+        values = ops.random_uniform(shape, *bounds, "f32", 0, 0)
+        # OpenVINO 2026.4 moves factors and summands into the bounds, and then fails if they are
+        # equal or reversed: values * -2, values * 0, values + 1e9. It does not look past a clamp.
+        return ops.clamp(values, low, high)
     count = ops.reduce_prod(shape, ints(0), False)
     indices = ops.range(ints(0), count, ints(1), "i32")
     bits = _mix(ops.bitwise_xor(_mix(indices), _word(_mix_seed(seed))))

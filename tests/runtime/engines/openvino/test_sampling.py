@@ -54,6 +54,23 @@ def test_uniform(seed):
         assert abs(correlation) < 5 / np.sqrt(_COUNT)
 
 
+@_SEEDS
+@pytest.mark.parametrize(
+    ("factor", "summand"), [(-2, 0), (0, 0), (1, 1e9), (-1, 0.5), (0.5, 1)], ids=str
+)
+def test_uniform_times_and_plus_numbers(factor, summand, seed):
+    factor, summand = np.float32(factor), np.float32(summand)
+
+    def function(x):
+        values = mb.random_uniform(shape=[1000], low=np.float32(-1), high=np.float32(2), seed=seed)
+        return mb.add(x=mb.mul(x=values, y=factor), y=summand)
+
+    values = _draw(function)
+    low, high = sorted(summand + factor * np.float32([-1, 2]))
+    assert low <= values.min() <= values.max() <= high
+    assert np.ptp(values) >= 0.9 * (high - low)
+
+
 @pytest.mark.parametrize("seed", [-1, 7])
 @pytest.mark.parametrize(("low", "high"), [(3, 3), (2, -1)])
 def test_uniform_over_an_empty_or_reversed_interval(low, high, seed):

@@ -157,14 +157,14 @@ def scan(
     """
     size, step = x.shape[axis], 1
     while step < size:
-        others = take(x, axis, step) if reverse else take(x, axis, 0, -step)
+        neighbours = take(x, axis, step) if reverse else take(x, axis, 0, -step)
         if is_float(x) or _is_static(x.shape):
             amounts = [(0, 0)] * x.rank
             amounts[axis] = (0, step) if reverse else (step, 0)
-            x = combine(pad(others, amounts, number(identity, x)), x)
+            x = combine(pad(neighbours, amounts, number(identity, x)), x)
         else:
             later = take(x, axis, 0, -step) if reverse else take(x, axis, step)
-            combined = combine(others, later)
+            combined = combine(neighbours, later)
             complete = take(x, axis, -step) if reverse else take(x, axis, 0, step)
             parts = [combined, complete] if reverse else [complete, combined]
             x = mb.concat(values=parts, axis=axis)

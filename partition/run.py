@@ -49,7 +49,11 @@ from coreml_delegate.transforms.compressed_weights import (
     require_target,
     unwrap_tensor_subclasses,
 )
-from coreml_delegate.transforms.constant_folding import compute_sizes, fold_constants
+from coreml_delegate.transforms.constant_folding import (
+    compute_sizes,
+    express_equal_bags,
+    fold_constants,
+)
 from coreml_delegate.transforms.control_flow import Lowered, protect_control_flow, with_constants
 from coreml_delegate.transforms.executorch_gaps import (
     decompose_without_out_variant,
@@ -125,7 +129,8 @@ def _transform(
     fold = partial(
         fold_constants, refused=partial(refused_one_by_one, target=target), inputs=inputs
     )
-    folded = fold(compute_sizes(program, inputs))
+    program = express_equal_bags(compute_sizes(program, inputs), inputs)
+    folded = fold(program)
     program = protect_control_flow(
         folded, partial(_lower_branch, options), options.filters.refusal, inputs
     )

@@ -44,7 +44,11 @@ from coreml_delegate.patches import patched
 from coreml_delegate.patches.torch import SKIP_GUARD_CODE, OpOverload
 from coreml_delegate.targets import STATE_OPSET
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers
-from coreml_delegate.transforms.constant_folding import compute_sizes, fold_constants
+from coreml_delegate.transforms.constant_folding import (
+    compute_sizes,
+    express_equal_bags,
+    fold_constants,
+)
 from coreml_delegate.transforms.executorch_gaps import (
     decompose_without_out_variant,
     drop_assertions,
@@ -98,7 +102,8 @@ def _transform(
     fold = partial(
         fold_constants, refused=partial(refused_one_by_one, target=target), inputs=inputs
     )
-    folded = fold(compute_sizes(program, inputs))
+    program = express_equal_bags(compute_sizes(program, inputs), inputs)
+    folded = fold(program)
     program = protect_control_flow(
         folded, partial(_lower_branch, options), options.filters.refusal, inputs
     )

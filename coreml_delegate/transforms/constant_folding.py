@@ -36,7 +36,7 @@ from coreml_delegate.ops import record_of
 from coreml_delegate.ops.call import GETITEM, OpCall, flatten, target_name
 from coreml_delegate.ops.constants import NO_INPUTS, NOT_FOLDED, Inputs, known_values, note_fold
 from coreml_delegate.ops.constraints import IsConstant
-from coreml_delegate.ops.edits import add_constant, become, set_arguments
+from coreml_delegate.ops.edits import add_constant, become, insert, set_arguments
 from coreml_delegate.ops.flops import bytes_of, tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.patches.torch import (
@@ -59,6 +59,7 @@ _LARGER = "%s depends only on constants: its value makes the program %.1f MB lar
 
 _QUANTIZED = frozenset({"coreml_delegate", "quant", "quantized", "quantized_decomposed", "torchao"})
 _CHECKS = frozenset({"aten._assert_tensor_metadata.default"})
+_BAGS = frozenset({_ATEN.embedding_bag.default, _ATEN.embedding_bag.padding_idx})
 _FRESH = frozenset({"aten.detach_.default", "aten.lift_fresh_copy.default"})
 """Operators that ``torch.export`` applies to a literal."""
 
@@ -108,8 +109,7 @@ def compute_sizes(program: ExportedProgram, inputs: Inputs = NO_INPUTS) -> Expor
     ):
         return program
     functional = program.run_decompositions(dict(_TO_INDEXING))
-    values = _known_tensors(functional, inputs)
-    results = dict(_values_with_own_sizes(functional, values))
+    results = dict(_values_with_own_sizes(functional, _evaluator(functional, inputs)))
     if not results:
         return program
     sources = {source for node in results for source in node.all_input_nodes}
@@ -151,7 +151,7 @@ def _has_sizes_of_values(node: Node) -> bool:
 
 
 def _values_with_own_sizes(
-    program: ExportedProgram, values: dict[Node, Any]
+    program: ExportedProgram, value_of: Callable[[Node], Any]
 ) -> Iterator[tuple[Node, torch.Tensor]]:
     """Yield known calls and masks whose values determine sizes, with their values."""
     for node in list(program.graph.nodes):
@@ -159,9 +159,9 @@ def _values_with_own_sizes(
             continue
         if node.target is _ATEN.index.Tensor:
             for mask in filter(_is_mask, _indices(node)):
-                if (value := _value(mask, values)) is not None:
+                if (value := value_of(mask)) is not None:
                     yield from _positions(node, mask, value).items()
-        elif (value := _value(node, values)) is not None and isinstance(value, torch.Tensor):
+        elif isinstance(value := value_of(node), torch.Tensor):
             yield node, value
 
 
@@ -187,23 +187,81 @@ def _positions(node: Node, mask: Node, value: torch.Tensor) -> dict[Node, torch.
     return positions
 
 
-def _value(node: Node, values: dict[Node, Any]) -> Any:
-    """Return the value of a node that depends only on ``values``, which are extended; or None."""
-    if node in values:
+def _evaluator(program: ExportedProgram, inputs: Inputs) -> Callable[[Node], Any]:
+    """Return a function that computes a node that depends only on constants; None for others."""
+    values = _known_tensors(program, inputs)
+    known_nodes = set(values)
+    for node in program.graph.nodes:
+        if _is_deterministic(node) and known_nodes.issuperset(node.all_input_nodes):
+            known_nodes.add(node)
+
+    def value_of(node: Node) -> Any:
+        if node in values or node not in known_nodes:
+            return values.get(node)
+        sources = {source: value_of(source) for source in node.all_input_nodes}
+        args, kwargs = map_arg((node.args, node.kwargs), sources.__getitem__)
+        target: Any = node.target
+        try:
+            with torch.no_grad():
+                values[node] = target(*args, **kwargs)
+        except Exception:  # noqa: BLE001 - any kernel may fail, with any error; the call stays
+            values[node] = None
         return values[node]
-    if not _is_deterministic(node):
+
+    return value_of
+
+
+# Embedding bags
+
+
+def express_equal_bags(program: ExportedProgram, inputs: Inputs = NO_INPUTS) -> ExportedProgram:
+    """Return ``program`` with constant offsets of embedding bags as ranges, if bags are equal.
+
+    Core ML takes bags of equally many elements, which a range shows; see ``ops.indexing``.
+
+    Args:
+        program: In ATen dialect, with its real state; it is not changed.
+        inputs: The constant inputs, if the program is a branch.
+    """
+    known_nodes = {*_known_tensors(program, inputs), *_known_calls(program, inputs)}
+    if known_nodes.isdisjoint(map(_offsets, program.graph.nodes)):
+        return program
+    functional = program.run_decompositions({})
+    value_of = _evaluator(functional, inputs)
+    lengths = {
+        node: length
+        for node in functional.graph.nodes
+        if (offsets := _offsets(node)) and (length := _bag_length(node, value_of(offsets)))
+    }
+    for node, length in lengths.items():
+        count = OpCall.of(node).arguments["indices"].meta["val"].shape[0]
+        offsets = insert(node, _ATEN.arange.start_step, 0, count, length)
+        set_arguments(node, offsets=offsets, include_last_offset=False)
+    functional.graph.eliminate_dead_code()
+    functional.graph_module.recompile()
+    return functional if lengths else program
+
+
+def _offsets(node: Node) -> Any:
+    """Return the offsets of an embedding bag that are no range; None for other calls."""
+    if node.target not in _BAGS:
         return None
-    for source in node.all_input_nodes:
-        if _value(source, values) is None:
-            return None
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    target: Any = node.target
-    try:
-        with torch.no_grad():
-            values[node] = target(*args, **kwargs)
-    except Exception:  # noqa: BLE001 - any kernel may fail, with any error; the call stays
-        return None
-    return values[node]
+    offsets = OpCall.of(node).arguments["offsets"]
+    return None if offsets.target is _ATEN.arange.start_step else offsets
+
+
+def _bag_length(node: Node, offsets: torch.Tensor | None) -> int:
+    """Return the number of elements of each bag, 0 if it differs or is not known."""
+    if offsets is None:
+        return 0
+    arguments = OpCall.of(node).arguments
+    count = arguments["indices"].meta["val"].shape[0]
+    bounds = offsets.tolist()
+    if not arguments["include_last_offset"]:
+        bounds.append(count)
+    length = bounds[1] if len(bounds) > 1 else 0
+    is_whole = isinstance(count, int) and length > 0
+    return length if is_whole and bounds == list(range(0, count + 1, length)) else 0
 
 
 # Known calls

@@ -250,10 +250,27 @@ def _symbols(nodes: Iterable[Node]) -> set[Any]:
     return set[Any]().union(*map(free_symbols, values))
 
 
+def _index_reduce(
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Any:
+    if not x.dim():
+        return NotImplemented
+    aligned = index.reshape([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])
+    index = aligned.expand(source.shape)
+    return x.scatter_reduce(dim, index, source, reduce, include_self=include_self)
+
+
 _EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "aten._is_all_true.default": torch.all,
         "aten._is_any_true.default": torch.any,
+        "aten.index_reduce.default": _index_reduce,
         "coreml.sdpa.default": torch.nn.functional.scaled_dot_product_attention,
         "executorch.alias.default": lambda first, second: (first.clone(), second.clone()),
         "llama.fallback.default": torch.clone,

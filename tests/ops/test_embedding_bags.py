@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-from support.lowering import Function, fp32_specs
+from support.lowering import Function, fp32_specs, lower_unchecked
 from support.tolerances import ATOL_RTOL
 from torch.nn import functional
 
@@ -48,6 +48,50 @@ def test_rows_of_equal_length(is_dynamic: bool) -> None:
         results = runtime.load_program(pte, engine=engine).run("forward", [ids, weights])
         for result, (name, expected) in zip(results, module(ids, weights).items(), strict=True):
             torch.testing.assert_close(result, expected, atol=atol, rtol=rtol, msg=name)
+
+
+def _bags_at_offsets(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    starts, bounds = torch.tensor([0, 3, 6]), torch.tensor([0, 3, 6, 9])
+    return {
+        "starts": functional.embedding_bag(ids, TABLE, starts, mode="sum"),
+        "bounds": functional.embedding_bag(ids, TABLE, bounds, include_last_offset=True),
+        "padded": functional.embedding_bag(ids, TABLE, starts, padding_idx=3, mode="sum"),
+        "one": functional.embedding_bag(ids, TABLE, torch.tensor([0]), mode="max"),
+    }
+
+
+def test_constant_offsets_of_equal_bags() -> None:
+    ids, module = torch.tensor([0, 3, 3, 8, 1, 3, 7, 6, 2]), Function(_bags_at_offsets)
+    lowered = lower_unchecked(module, (ids,))
+    assert not lowered.report.undelegated
+    atol, rtol = ATOL_RTOL["fp32"]
+    for engine in ("reference", "openvino"):
+        results = runtime.load_program(lowered.pte, engine=engine).run("forward", [ids])
+        for result, (name, expected) in zip(results, module(ids).items(), strict=True):
+            torch.testing.assert_close(result, expected, atol=atol, rtol=rtol, msg=name)
+
+
+def _reduced(x: torch.Tensor, source: torch.Tensor) -> dict[str, torch.Tensor]:
+    index = torch.tensor([2, 2, 0])
+    return {
+        f"{reduce}, {includes_self}": x.index_reduce(
+            dim, index, source, reduce, include_self=includes_self
+        )
+        for dim, reduce in ((0, "amax"), (-1, "amin"), (0, "mean"), (1, "prod"))
+        for includes_self in (True, False)
+    }
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce.* is in beta")
+def test_index_reduce_is_a_scatter() -> None:
+    x, source = torch.linspace(-1.0, 1.0, 9).reshape(3, 3), torch.linspace(3.0, -2.0, 9).sin()
+    module, inputs = Function(_reduced), (x, source.reshape(3, 3))
+    lowered = lower_unchecked(module, inputs)
+    assert not lowered.report.undelegated
+    for engine in ("reference", "openvino"):
+        results = runtime.load_program(lowered.pte, engine=engine).run("forward", list(inputs))
+        for result, (name, expected) in zip(results, module(*inputs).items(), strict=True):
+            torch.testing.assert_close(result, expected, msg=name)
 
 
 @pytest.mark.parametrize(

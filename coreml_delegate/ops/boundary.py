@@ -10,9 +10,12 @@ dialect have strides too, but ExecuTorch makes copies of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+from torch.export import default_decompositions
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -23,7 +26,6 @@ from coreml_delegate.ops.call import (
     ReasonCode,
     overload_of,
     target_name,
-    unwrap_edge_op,
 )
 from coreml_delegate.patches.torch import OpOverload
 
@@ -97,8 +99,8 @@ def _tensors_that_cannot_cross(
         is_input = node.op == "placeholder" and node.name in inputs
         if value.dim() > MAX_RANK and (is_input or node.op == "call_function"):
             yield node, ReasonCode.RANK, f"{node.name!r} has rank {value.dim()}", None
-        # A call in ATen dialect may be decomposed yet: its parts decide on the layout.
-        is_cpu_result = node in on_cpu and not _is_view(node) and _is_edge(node)
+        # The parts of a call that will be decomposed have layouts of their own.
+        is_cpu_result = node in on_cpu and not (_is_view(node) or _will_be_decomposed(node))
         has_strided_input = any(source in strided for source in node.all_input_nodes)
         may_be_strided = is_input or has_strided_input or is_cpu_result or _demands_layout(node)
         if may_be_strided and _dim_order(node) is not None:
@@ -113,8 +115,15 @@ def _producers_and_users(value: Node) -> list[Node]:
     return [*(node for node in producers if isinstance(node, Node)), value, *value.users]
 
 
-def _is_edge(node: Node) -> bool:
-    return unwrap_edge_op(node.target) is not node.target
+@functools.cache
+def _decomposable_ops() -> frozenset[Any]:
+    return frozenset(default_decompositions())
+
+
+def _will_be_decomposed(node: Node) -> bool:
+    """Whether a node is the result of a call in ATen dialect that ExecuTorch decomposes."""
+    call = node.args[0] if target_name(node.target) == GETITEM else node
+    return isinstance(call, Node) and call.target in _decomposable_ops()
 
 
 def _is_view(node: Node) -> bool:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coreml_delegate import runtime
     from coreml_delegate.backend import MULTIMETHOD_WEIGHT_SHARING_STRATEGY, CoreMLBackend
-    from coreml_delegate.compile_options import CompileOptions
     from coreml_delegate.opaque_ops.recurrent_layers import dynamic_steps
+    from coreml_delegate.options.compile_options import CompileOptions
     from coreml_delegate.partition import CoreMLPartitioner
     from coreml_delegate.quantizer import CoreMLQuantizer
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _LAZY = {
-    "CompileOptions": "coreml_delegate.compile_options",
+    "CompileOptions": "coreml_delegate.options.compile_options",
     "CoreMLBackend": "coreml_delegate.backend",
     "CoreMLPartitioner": "coreml_delegate.partition",
     "CoreMLQuantizer": "coreml_delegate.quantizer",
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("coreml_delegate.runtime")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from coreml_delegate.third_party import quiet_import
+    from coreml_delegate.patches.third_party import quiet_import
 
     with quiet_import():
         return getattr(importlib.import_module(_LAZY[name]), name)

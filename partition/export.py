@@ -13,10 +13,10 @@ from torch.export.graph_signature import ConstantArgument, TensorArgument
 
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, input_tensors
 from coreml_delegate.errors import LoweringError
+from coreml_delegate.exported.source_model import SourceModel
 from coreml_delegate.partition.partitioner import CoreMLPartitioner
 from coreml_delegate.partition.report import DelegationReport
-from coreml_delegate.source_model import SourceModel
-from coreml_delegate.third_party import wrap_errors
+from coreml_delegate.patches.third_party import wrap_errors
 from coreml_delegate.transforms.executorch_gaps import name_values
 
 Bounds: TypeAlias = Sequence[Sequence[tuple[int, int]]]

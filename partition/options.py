@@ -13,12 +13,12 @@ from typing import Any, Self, cast
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch import nn
 
-from coreml_delegate.compile_options import CompileOptions, WeightSharing
 from coreml_delegate.errors import OptionError
 from coreml_delegate.lowering.coremltools_options import check_accepted
 from coreml_delegate.lowering.multifunction import check_target
-from coreml_delegate.option_checks import Check, check_all, flag, function, list_of, positive
-from coreml_delegate.option_checks import optional as or_none
+from coreml_delegate.options.checks import Check, check_all, flag, function, list_of, positive
+from coreml_delegate.options.checks import optional as or_none
+from coreml_delegate.options.compile_options import CompileOptions, WeightSharing
 from coreml_delegate.partition.verdicts.filters import Filters, NodePredicate
 
 _OPERATORS = or_none(list_of("operator names", str))

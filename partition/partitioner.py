@@ -19,12 +19,12 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
 from coreml_delegate.backend import CoreMLBackend, claim_name
-from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import ProgramError
+from coreml_delegate.exported.module_scope import Scope, scopes_of
 from coreml_delegate.lowering.delegation_tags import remove_tags
 from coreml_delegate.lowering.store import CachedBlob, Outcome
-from coreml_delegate.module_scope import Scope, scopes_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
+from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.partition.branches import add_branch, branches_of
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.partitioning import Partitioning, transform

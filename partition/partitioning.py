@@ -13,7 +13,6 @@ from executorch.exir.passes.remove_graph_asserts_pass import RemoveGraphAssertsP
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import GraphModule, Node
 
-from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.lowering.delegation_tags import tag_of
 from coreml_delegate.lowering.proof import ConversionProof
 from coreml_delegate.lowering.store import CachedBlob
@@ -27,6 +26,7 @@ from coreml_delegate.ops.call import target_name
 from coreml_delegate.ops.constants import NO_INPUTS, Inputs
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
+from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.partition.grouping.decision import decide
 from coreml_delegate.partition.grouping.mutable_buffers import (
     check_state_target,

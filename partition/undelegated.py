@@ -21,6 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 
 from coreml_delegate.errors import LoweringError
+from coreml_delegate.exported.source_lines import source_of
 from coreml_delegate.lowering.subgraph import call_of, program_of
 from coreml_delegate.opaque_ops import is_protected, restore_all
 from coreml_delegate.opaque_ops.recurrent_layers import require_fixed_steps
@@ -28,7 +29,6 @@ from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import called_target, is_placeholder_op, overload_of, target_name
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles, has_kernel, is_custom
 from coreml_delegate.patches.torch import OpOverload, replace_in_signature
-from coreml_delegate.source_lines import source_of
 
 _PREFIX = "coreml_delegate_literal"
 _BRANCH = "coreml_delegate_branch"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.third_party import coremltools, quiet_import
+from coreml_delegate.patches.third_party import coremltools, quiet_import
 
 _ACTIVATION_DTYPES: Mapping[torch.dtype, torch.dtype | None] = MappingProxyType(
     {

@@ -26,7 +26,7 @@ from torchao.quantization.pt2e.quantizer import (
 )
 
 from coreml_delegate.errors import ProgramError
-from coreml_delegate.module_scope import scopes_of
+from coreml_delegate.exported.module_scope import scopes_of
 from coreml_delegate.ops.call import GETITEM, target_name
 from coreml_delegate.quantizer.annotate import mark_of
 from coreml_delegate.quantizer.matcher import is_annotated

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Node
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.module_scope import ModulePattern, Scope, ancestor_paths, scopes_of
+from coreml_delegate.exported.module_scope import ModulePattern, Scope, ancestor_paths, scopes_of
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.quantizer.config import LayerSettings, ModuleType, QuantizerSettings
 

@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from coreml_delegate import third_party
 from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
+from coreml_delegate.patches import third_party
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES

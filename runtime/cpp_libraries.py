@@ -19,8 +19,8 @@ from typing import Final
 
 import filelock
 
-from coreml_delegate.caches import HOMELESS, NAME_A_FOLDER, cache_folder
 from coreml_delegate.errors import EngineUnavailableError
+from coreml_delegate.formats.caches import HOMELESS, NAME_A_FOLDER, cache_folder
 from coreml_delegate.formats.files import new_path
 
 _logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from coreml_delegate.errors import MissingKernelError
+from coreml_delegate.patches.third_party import leave_out_unused_packages
 from coreml_delegate.scripts import console, failures, interruption
 from coreml_delegate.scripts.commands import (
     cache,
@@ -37,7 +38,6 @@ from coreml_delegate.scripts.commands import (
     trace_values,
     verify,
 )
-from coreml_delegate.third_party import leave_out_unused_packages
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from coreml_delegate.compile_options import CompileOptions, ComputeUnit
 from coreml_delegate.device_check import CheckedModel, Finding, Rule, Use
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.formats.blob import Buffer, unflatten
 from coreml_delegate.formats.blob_layout import DebugInfo, debug_info_in
 from coreml_delegate.formats.mlpackage import map_package
+from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit
 from coreml_delegate.partition import DelegationReport
 from coreml_delegate.partition.report import DeviceFinding
 from coreml_delegate.runtime.delegate import blob_files

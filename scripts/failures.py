@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from coreml_delegate.errors import CoreMLDelegateError
-from coreml_delegate.third_party import missing_extra
+from coreml_delegate.patches.third_party import missing_extra
 
 KINDS: Final = (CoreMLDelegateError, OSError, MemoryError, RuntimeError, ModuleNotFoundError)
 """The exceptions that ``message`` may explain."""

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from coreml_delegate.backend import CoreMLBackend
+from coreml_delegate.exported.source_model import SourceModel
 from coreml_delegate.formats.files import provisional_folder, write_folder
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.partition.export import export_model, lower_methods
+from coreml_delegate.patches.third_party import import_optional
 from coreml_delegate.runtime import LoadedProgram, load
 from coreml_delegate.runtime.accuracy import Accuracy
 from coreml_delegate.runtime.program.pte import PteProgram
@@ -22,8 +24,6 @@ from coreml_delegate.scripts import console
 from coreml_delegate.scripts.arguments import new_output
 from coreml_delegate.scripts.delegates import all_partitions, models_of
 from coreml_delegate.scripts.inputs import vision
-from coreml_delegate.source_model import SourceModel
-from coreml_delegate.third_party import import_optional
 
 _MODEL = "mobilenet_v2"
 _PHOTO = "china.jpg"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from coreml_delegate.errors import ProgramError
+from coreml_delegate.exported.source_model import SourceModel, copy_inputs
 from coreml_delegate.runtime.accuracy import Accuracy, Int32Watch
 from coreml_delegate.runtime.loading import LoadedProgram
 from coreml_delegate.scripts.inputs.data_sets import Sample
-from coreml_delegate.source_model import SourceModel, copy_inputs
 
 
 def compare(

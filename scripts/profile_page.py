@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from coreml_delegate.html_pages import page_template
+from coreml_delegate.formats.html_pages import page_template
 from coreml_delegate.scripts.profiles import Operation, Profile, module_levels, tree_sort_key
 from coreml_delegate.scripts.roofline import Machine, draw_roofline
 

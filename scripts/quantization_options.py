@@ -17,8 +17,8 @@ from coreml_delegate.scripts import arguments, console
 from coreml_delegate.targets import Opset
 
 if TYPE_CHECKING:
+    from coreml_delegate.exported.source_model import SourceModel
     from coreml_delegate.runtime.mil.program import Feature
-    from coreml_delegate.source_model import SourceModel
 
 _CALIBRATION = (
     "data to calibrate with: a folder of images (.png, .jpg) or arrays (.npy, .npz, .pt, "
@@ -164,7 +164,7 @@ def compile_specs(
         compute_unit: Processors that the device may use.
     """
     from coreml_delegate.backend import CoreMLBackend
-    from coreml_delegate.compile_options import ComputeUnit, Precision
+    from coreml_delegate.options.compile_options import ComputeUnit, Precision
     from coreml_delegate.quantization.configs import compile_keywords
 
     if assignment is not None and target is None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from coreml_delegate.errors import OptionError, ProgramError
+from coreml_delegate.exported.source_model import copy_inputs
 from coreml_delegate.formats.mlpackage import map_package
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.accuracy import Accuracy
@@ -33,7 +34,6 @@ from coreml_delegate.scripts.inputs.input_files import random_inputs, read_input
 from coreml_delegate.scripts.inputs.random_tensors import generator
 from coreml_delegate.scripts.program_arguments import load
 from coreml_delegate.scripts.stablehlo_files import is_stablehlo
-from coreml_delegate.source_model import copy_inputs
 from coreml_delegate.targets import ComputeUnit
 
 _DISTRIBUTIONS: Final = (

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from coreml_delegate.html_pages import page_template
+from coreml_delegate.formats.html_pages import page_template
 from coreml_delegate.quantization import QuantizationAssignment
 from coreml_delegate.quantization.sensitivity import Sensitivity
 from coreml_delegate.scripts import console

@@ -12,10 +12,10 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError
+from coreml_delegate.exported.source_model import SourceModel
+from coreml_delegate.patches.third_party import wrap_errors
 from coreml_delegate.runtime.loading import Execution, Input, LoadedProgram, Output
 from coreml_delegate.scripts.inputs.random_tensors import generator, random_tensor
-from coreml_delegate.source_model import SourceModel
-from coreml_delegate.third_party import wrap_errors
 
 if TYPE_CHECKING:
     from coreml_delegate.graph import TensorType

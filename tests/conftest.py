@@ -25,9 +25,9 @@ import torch.export.exported_program
 from torch._subclasses import fake_impls
 
 from coreml_delegate import ops
-from coreml_delegate.caches import CACHE_VARIABLE
+from coreml_delegate.formats.caches import CACHE_VARIABLE
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE
-from coreml_delegate.third_party import coremltools
+from coreml_delegate.patches.third_party import coremltools
 
 _OWN_CACHE = pytest.StashKey[Path]()
 

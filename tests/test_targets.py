@@ -1,8 +1,8 @@
 import pytest
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 
 def test_table_agrees_with_coremltools():

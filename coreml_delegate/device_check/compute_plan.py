@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coreml_delegate.compile_options import ComputeUnit
 from coreml_delegate.device_check.records import Consequence, Finding
 from coreml_delegate.errors import EngineUnavailableError, ProgramError
-from coreml_delegate.third_party import coremltools, wrap_errors
+from coreml_delegate.options.compile_options import ComputeUnit
+from coreml_delegate.patches.third_party import coremltools, wrap_errors
 
 _MACOS = "darwin"
 

@@ -26,6 +26,7 @@ from coreml_delegate.device_check.records import (
     Rule,
 )
 from coreml_delegate.errors import OptionError
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.runtime.engines.reference.kernels import KERNELS
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
@@ -37,7 +38,6 @@ from coreml_delegate.runtime.mil.program import (
     TensorType,
 )
 from coreml_delegate.targets import STATE_OPSET, Opset
-from coreml_delegate.third_party import coremltools
 
 _OLDEST = min(Opset)
 _STATES = "states"

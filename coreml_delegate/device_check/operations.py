@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Set
 
 import numpy as np
 
-from coreml_delegate.compile_options import ComputeUnit
 from coreml_delegate.device_check import sources
 from coreml_delegate.device_check.functions import FunctionView, operands
 from coreml_delegate.device_check.records import (
@@ -18,6 +17,7 @@ from coreml_delegate.device_check.records import (
     each_function,
     group_by_value,
 )
+from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Binding, Constant, Op, Ref
 

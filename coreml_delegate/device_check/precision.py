@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from coreml_delegate.compile_options import ComputeUnit
 from coreml_delegate.device_check import sources
 from coreml_delegate.device_check.functions import FunctionView, operands, tensors
 from coreml_delegate.device_check.records import (
@@ -16,6 +15,7 @@ from coreml_delegate.device_check.records import (
     Rule,
     each_function,
 )
+from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.diagnosis import Fault, ValueReport
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, Ref

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from coreml_delegate.compile_options import ComputeUnit
 from coreml_delegate.device_check.functions import FunctionView
+from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.quantization.weight_inventory import StoredWeight, weights_of
 from coreml_delegate.runtime.diagnosis import Diagnosis
 from coreml_delegate.runtime.mil.location import Location

@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from coreml_delegate.caches import HOMELESS, NAME_A_FOLDER, cache_folder
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.blob import Content, chunks_of, size_of
+from coreml_delegate.formats.caches import HOMELESS, NAME_A_FOLDER, cache_folder
 from coreml_delegate.formats.files import UNFINISHED, new_file
 
 _logger = logging.getLogger(__name__)

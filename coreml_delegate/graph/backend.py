@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from coreml_delegate.compile_options import CompileOptions, ComputeUnit, Precision
 from coreml_delegate.errors import OptionError
 from coreml_delegate.graph.builder import Builder
 from coreml_delegate.graph.emitter import OPERATIONS, REFUSED
 from coreml_delegate.graph.executable import Buffer
 from coreml_delegate.graph.tensor_types import DType
+from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit, Precision
 from coreml_delegate.runtime import AUTO, EngineOptions
 from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.targets import Opset

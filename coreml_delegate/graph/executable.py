@@ -29,11 +29,11 @@ from coreml_delegate.graph.pte import delegate_program
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, TensorType, linear
 from coreml_delegate.lowering.build import model_files
 from coreml_delegate.lowering.convert import Conversion, convert_mil
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.runtime import EngineOptions, Model
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.runtime.native import SMALL
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 if TYPE_CHECKING:
     from coreml_delegate.graph.backend import Backend

@@ -30,7 +30,7 @@ from torch import nn
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.stored_weights import in_memory
-from coreml_delegate.third_party import wrap_errors
+from coreml_delegate.patches.third_party import wrap_errors
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -16,8 +16,8 @@ from torch import nn
 
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.patches import patched
+from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.patches.transformers import ordered_sets
-from coreml_delegate.third_party import transformers
 
 NAME = "coreml_delegate"
 """Name of the functions in the interfaces of ``transformers``."""

@@ -11,7 +11,7 @@ import torch
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.llm.source import Spectrogram
-from coreml_delegate.third_party import transformers
+from coreml_delegate.patches.third_party import transformers
 
 _BYTES = 2  # per sample
 _LARGEST = 2**15  # magnitude of a sample

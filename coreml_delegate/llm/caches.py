@@ -16,7 +16,7 @@ from torch.nn import functional
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.attention import Call, Segment
 from coreml_delegate.llm.states import Name, Span, State, StateLayer, read_states, take_states
-from coreml_delegate.third_party import transformers
+from coreml_delegate.patches.third_party import transformers
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache

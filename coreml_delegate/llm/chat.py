@@ -14,7 +14,7 @@ from typing import Any
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.llm.generator import Choose, Ending, Generator
 from coreml_delegate.llm.tokenizer import TOKENIZER, TextStream, tokenizer_file
-from coreml_delegate.third_party import transformers, wrap_errors
+from coreml_delegate.patches.third_party import transformers, wrap_errors
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 _PROBE = "This is an answer."  # the template renders its end tokens after this text

@@ -13,7 +13,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.stored_weights import stored_weights
 from coreml_delegate.llm.vision import FAMILIES, REFUSED, VisionDecoder, reads_images
-from coreml_delegate.third_party import transformers, wrap_errors
+from coreml_delegate.patches.third_party import transformers, wrap_errors
 
 CONFIG = "config.json"
 _GENERATION = "generation_config.json"

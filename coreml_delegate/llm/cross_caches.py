@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from coreml_delegate.llm.attention import Segment
-from coreml_delegate.third_party import transformers
+from coreml_delegate.patches.third_party import transformers
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache

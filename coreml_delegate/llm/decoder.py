@@ -21,8 +21,8 @@ from coreml_delegate.llm.experts import stack_experts
 from coreml_delegate.llm.generator import write_cache
 from coreml_delegate.llm.positions import tabulate_positions
 from coreml_delegate.llm.recurrences import use_own_recurrences
+from coreml_delegate.patches.third_party import transformers, without_kernel_advice, wrap_errors
 from coreml_delegate.patches.transformers import set_attention
-from coreml_delegate.third_party import transformers, without_kernel_advice, wrap_errors
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache

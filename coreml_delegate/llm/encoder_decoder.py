@@ -27,7 +27,7 @@ from coreml_delegate.llm.decoder import require_equal, use_our_attention
 from coreml_delegate.llm.position_tables import tabulate_decoder_positions, tabulate_relative_biases
 from coreml_delegate.llm.residuals import scale_residuals
 from coreml_delegate.llm.source import SourceKind
-from coreml_delegate.third_party import transformers, wrap_errors
+from coreml_delegate.patches.third_party import transformers, wrap_errors
 
 _PROBE_TOKENS = 3  # of the text whose logits are compared
 _SPECIAL = 4  # number of first tokens that may be padding or an end

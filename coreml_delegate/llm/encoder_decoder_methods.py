@@ -18,7 +18,7 @@ from coreml_delegate.llm.encoder_decoder import EncoderDecoder
 from coreml_delegate.llm.export import drop_unused_buffers
 from coreml_delegate.llm.layout import DECODE, ENCODE, PREFILL, Layout
 from coreml_delegate.llm.stored_weights import read_weights
-from coreml_delegate.third_party import wrap_errors
+from coreml_delegate.patches.third_party import wrap_errors
 
 Tensors = Sequence[torch.Tensor]
 

@@ -17,8 +17,8 @@ from torch.export import ExportedProgram
 
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.attention import NAME
+from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.patches.transformers import set_experts
-from coreml_delegate.third_party import transformers
 
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
 """Attributes of expert modules that call a function of ``ExpertsInterface``."""

@@ -39,7 +39,7 @@ from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.partition.export import lower_methods
-from coreml_delegate.third_party import quiet_import, wrap_errors
+from coreml_delegate.patches.third_party import quiet_import, wrap_errors
 
 # The stubs of torch do not have int4.
 _DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("int4", "int8")}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from coreml_delegate.errors import InputError, OptionError
-from coreml_delegate.third_party import transformers, wrap_errors
+from coreml_delegate.patches.third_party import transformers, wrap_errors
 
 _TOKEN = "get_image_token_id"
 _RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")

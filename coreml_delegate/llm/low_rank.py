@@ -25,7 +25,7 @@ from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.adapters import AdapterFile, Update
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.stored_weights import StoredWeight, in_memory
-from coreml_delegate.third_party import wrap_errors
+from coreml_delegate.patches.third_party import wrap_errors
 
 _PROBE_TOKENS = 3  # of the text computed with branches and with merged weights
 _TOLERANCE = 1e-3  # relative to the largest logit

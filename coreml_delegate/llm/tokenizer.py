@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.third_party import import_optional
+from coreml_delegate.patches.third_party import import_optional
 
 TOKENIZER = "tokenizer.json"
 _BYTES = 256

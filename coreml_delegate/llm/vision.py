@@ -18,7 +18,7 @@ from coreml_delegate.llm.attention import Call, active_call
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.images import ImageInput, Preparation
 from coreml_delegate.llm.layout import EMBED, VISION
-from coreml_delegate.third_party import wrap_errors
+from coreml_delegate.patches.third_party import wrap_errors
 
 
 class _Family:

@@ -9,7 +9,6 @@ from pathlib import Path
 from executorch.exir.backend.backend_details import PreprocessResult
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.dynamic_shapes.symbols import relations_of
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.formats import fp32_constants
@@ -42,8 +41,9 @@ from coreml_delegate.lowering.prepare import prepare
 from coreml_delegate.lowering.store import ConversionCacheEntry
 from coreml_delegate.ops import obstacles_in
 from coreml_delegate.ops import required_opset as opset_of_calls
+from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 _COREMLTOOLS = "com.github.apple.coremltools"
 _MAPPED = 16 * 2**20

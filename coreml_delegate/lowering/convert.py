@@ -22,7 +22,6 @@ import numpy as np
 from torch.export import ExportedProgram
 
 from coreml_delegate import opaque_ops, ops
-from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.errors import (
     ContractError,
     ConversionError,
@@ -37,10 +36,11 @@ from coreml_delegate.lowering.coremltools_options import compression_passes, con
 from coreml_delegate.lowering.debug_handles import operation_calls
 from coreml_delegate.lowering.fp16 import fp16_cast, lost_constants
 from coreml_delegate.lowering.native_parts import native_parts
+from coreml_delegate.options.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.patches import Patch, patched
 from coreml_delegate.patches import coremltools as coremltools_patches
+from coreml_delegate.patches.third_party import coremltools, describe_error, quiet_import
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools, describe_error, quiet_import
 
 MilSource = tuple[Any, Mapping[str, Any]]
 """A program that coremltools converts, and further keywords of ``coremltools.convert``."""

@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from coreml_delegate.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.lowering.fp16 import fp16_selector
-from coreml_delegate.patches import patched
-from coreml_delegate.patches.coremltools import PALETTES_WITH_SCALES, mil_program
-from coreml_delegate.third_party import coremltools
-from coreml_delegate.weight_compression import (
+from coreml_delegate.options.compile_options import CompileOptions, ModelType, Precision
+from coreml_delegate.options.weight_compression import (
     KINDS,
     LINEAR,
     LINEAR_OPTION,
@@ -23,6 +20,9 @@ from coreml_delegate.weight_compression import (
     config_of,
     configs_in,
 )
+from coreml_delegate.patches import patched
+from coreml_delegate.patches.coremltools import PALETTES_WITH_SCALES, mil_program
+from coreml_delegate.patches.third_party import coremltools
 
 # With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
 # for any values: apple/coremltools#2222, apple/coremltools#2626.

@@ -17,11 +17,11 @@ import numpy as np
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.compile_options import KeepFp32
+from coreml_delegate.exported.module_scope import ModulePattern, scopes_of
 from coreml_delegate.formats.fp32_constants import Constants, as_lost
 from coreml_delegate.lowering.debug_handles import HANDLE
 from coreml_delegate.mil.passes.fp16_range import Selector, keep_in_fp16_range
-from coreml_delegate.module_scope import ModulePattern, scopes_of
+from coreml_delegate.options.compile_options import KeepFp32
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches import patched
 

@@ -29,7 +29,7 @@ from coreml_delegate.formats.mlpackage import (
     locate,
 )
 from coreml_delegate.formats.weight_file import StoredWeight, read_weight, write_weights
-from coreml_delegate.third_party import model_pb2
+from coreml_delegate.patches.third_party import model_pb2
 
 WeightKey = tuple[int, int, bytes]
 """Data type, padding, and SHA-256 of the bytes: equal for equal weights."""

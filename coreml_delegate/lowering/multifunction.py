@@ -27,7 +27,6 @@ from executorch.exir.backend.backend_details import PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
 
-from coreml_delegate.compile_options import CompileOptions, ModelType, WeightSharing
 from coreml_delegate.errors import ContractError, LoweringError, OptionError
 from coreml_delegate.formats.blob import ALIGNMENT, BlobReference, Files, flatten, size_of
 from coreml_delegate.formats.blob_layout import (
@@ -50,6 +49,7 @@ from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.lowering.merging import FunctionModel, merge
 from coreml_delegate.lowering.store import Outcome, Sharing
 from coreml_delegate.ops.constants import state_value
+from coreml_delegate.options.compile_options import CompileOptions, ModelType, WeightSharing
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 logger = logging.getLogger(__name__)

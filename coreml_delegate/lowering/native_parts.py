@@ -37,7 +37,7 @@ from coreml_delegate.formats.weight_file import (
 )
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches import patched
-from coreml_delegate.third_party import coremltools, model_pb2
+from coreml_delegate.patches.third_party import coremltools, model_pb2
 
 _BYTE: Final = 8  # bits
 _INT4: Final = 8  # number of the type

@@ -15,7 +15,6 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.lowering import store
 from coreml_delegate.lowering.build import build_files, check_translation
 from coreml_delegate.lowering.contract import boundary_shapes
@@ -27,6 +26,7 @@ from coreml_delegate.lowering.trial import TRIALS, blamed_call, message_of, reas
 from coreml_delegate.ops import Reason, ReasonCode, record_of
 from coreml_delegate.ops.call import GETITEM, target_name
 from coreml_delegate.ops.constants import is_derived, stored_constants
+from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.patches.torch import FakeTensor
 from coreml_delegate.targets import Opset
 

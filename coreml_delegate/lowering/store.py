@@ -24,15 +24,15 @@ from typing import Any, Final
 import torch
 from torch.export import ExportedProgram
 
-from coreml_delegate.caches import cache_folder, software
-from coreml_delegate.compile_options import CompileOptions, ModelType
 from coreml_delegate.dynamic_shapes.symbols import declared_ranges
+from coreml_delegate.exported.module_scope import scopes_of
 from coreml_delegate.formats.blob import Files, size_of
+from coreml_delegate.formats.caches import cache_folder, software
 from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
-from coreml_delegate.module_scope import scopes_of
+from coreml_delegate.options.compile_options import CompileOptions, ModelType
 from coreml_delegate.patches.coremltools import registered_translations
+from coreml_delegate.patches.third_party import quiet_import
 from coreml_delegate.patches.torch import FakeTensor
-from coreml_delegate.third_party import quiet_import
 
 FOLDER: Final = "converted"
 """Name of the folder of conversions, in the folder of all caches."""

@@ -15,8 +15,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.caches import cache_folder
 from coreml_delegate.errors import ConversionError
+from coreml_delegate.formats.caches import cache_folder
 from coreml_delegate.lowering.convert import is_about_the_graph, translate
 from coreml_delegate.lowering.prepare import prepare
 from coreml_delegate.lowering.store import digest, keep_verdicts, read_verdicts

@@ -13,9 +13,9 @@ import torch
 
 from coreml_delegate.mil.compose import division, mb
 from coreml_delegate.ops.record import Translation
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.patches.torch import OpOverload
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 _NAMESPACE = "coreml_delegate"
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")

@@ -16,6 +16,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from coreml_delegate.errors import OptionError, near_matches
+from coreml_delegate.exported.source_model import SourceModel, dynamic_shapes_of
+from coreml_delegate.patches.third_party import quiet_import, wrap_errors
 from coreml_delegate.quantization.assignment import QuantizationAssignment
 from coreml_delegate.quantization.configs import (
     has_rows,
@@ -25,8 +27,6 @@ from coreml_delegate.quantization.configs import (
 )
 from coreml_delegate.quantization.modes import Method, QuantizationMode
 from coreml_delegate.quantizer import CoreMLQuantizer, QuantizationReport
-from coreml_delegate.source_model import SourceModel, dynamic_shapes_of
-from coreml_delegate.third_party import quiet_import, wrap_errors
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 
 Samples = Sequence[Sequence[Any]]

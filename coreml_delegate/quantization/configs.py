@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.options.weight_compression import MAGNITUDE, OPTION, PALETTE
+from coreml_delegate.patches.third_party import coremltools, quiet_import
 from coreml_delegate.quantization.assignment import QuantizationAssignment
 from coreml_delegate.quantization.modes import Method, QuantizationMode
-from coreml_delegate.third_party import coremltools, quiet_import
-from coreml_delegate.weight_compression import MAGNITUDE, OPTION, PALETTE
 
 FULL = -1
 """The full dimension in a block size of torchao."""

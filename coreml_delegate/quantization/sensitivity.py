@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.exported.source_model import SourceModel
 from coreml_delegate.quantization.apply import (
     Samples,
     export_in_float,
@@ -31,7 +32,6 @@ from coreml_delegate.quantization.configs import (
 )
 from coreml_delegate.quantization.modes import Method, QuantizationMode, mode_of
 from coreml_delegate.runtime.accuracy import Accuracy
-from coreml_delegate.source_model import SourceModel
 
 FLOAT_BITS = 16
 """Bits of a weight that stays in float, as Core ML stores it by default."""

@@ -1,6 +1,6 @@
 """Recipes for ``executorch.export``; the import registers them under our own backend name."""
 
-from coreml_delegate.third_party import quiet_import
+from coreml_delegate.patches.third_party import quiet_import
 
 with quiet_import():
     from executorch.export import recipe_registry

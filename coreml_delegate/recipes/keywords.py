@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from coreml_delegate.errors import OptionError, near_matches
-from coreml_delegate.option_checks import (
+from coreml_delegate.options.checks import (
     Check,
     check_all,
     flag,
@@ -19,7 +19,7 @@ from coreml_delegate.option_checks import (
     positive,
     refused,
 )
-from coreml_delegate.third_party import coremltools
+from coreml_delegate.patches.third_party import coremltools
 
 _BITS = range(1, 9)
 FULL = -1

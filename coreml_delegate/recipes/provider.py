@@ -19,7 +19,7 @@ from executorch.export import (
 from torch import nn
 
 from coreml_delegate.backend import CoreMLBackend
-from coreml_delegate.compile_options import Precision
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.quantization import Method, QuantizationMode, mode_of
 from coreml_delegate.quantization.configs import (

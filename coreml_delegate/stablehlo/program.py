@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import CoreMLDelegateError, OptionError, near_matches
 from coreml_delegate.graph import Backend, Builder, Executable, TensorType, Value
 from coreml_delegate.graph.node import Node
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.runtime import AUTO, EngineOptions
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.stablehlo.attributes import BFLOAT16

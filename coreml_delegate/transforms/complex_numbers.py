@@ -25,12 +25,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
-from coreml_delegate.module_scope import scopes_of
+from coreml_delegate.exported.module_scope import scopes_of
+from coreml_delegate.exported.source_lines import source_of
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.ops.constants import stored_constants
 from coreml_delegate.ops.edits import add_placeholder, value_of
 from coreml_delegate.patches.torch import FakeTensor, OpOverload
-from coreml_delegate.source_lines import source_of
 from coreml_delegate.transforms.complex_operators import OPERATORS
 from coreml_delegate.transforms.complex_pairs import (
     ATEN,

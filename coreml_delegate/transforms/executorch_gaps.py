@@ -43,7 +43,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
 
-from coreml_delegate.containers import keys_of
+from coreml_delegate.exported.containers import keys_of
 from coreml_delegate.ops.edits import arguments_of, insert, set_arguments, value_of
 from coreml_delegate.ops.sizes import is_size
 from coreml_delegate.patches.torch import OpOverload, pytree, schema_of, share_memory, with_parts
@@ -268,9 +268,9 @@ def _index_reduce(
 
 _EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "aten._is_all_true.default": torch.all,
-        "aten._is_any_true.default": torch.any,
-        "aten.index_reduce.default": _index_reduce,
+        str(_ATEN._is_all_true.default): torch.all,
+        str(_ATEN._is_any_true.default): torch.any,
+        str(_ATEN.index_reduce.default): _index_reduce,
         "coreml.sdpa.default": torch.nn.functional.scaled_dot_product_attention,
         "executorch.alias.default": lambda first, second: (first.clone(), second.clone()),
         "llama.fallback.default": torch.clone,

@@ -14,6 +14,8 @@ from torch.fx import Graph, Node
 
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes, Shape
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, is_unbounded
+from coreml_delegate.exported.module_scope import scopes_of
+from coreml_delegate.exported.source_lines import source_of
 from coreml_delegate.lowering.contract import (
     SEVERAL_INPUTS_OPSET,
     enumerated_inputs,
@@ -22,7 +24,6 @@ from coreml_delegate.lowering.contract import (
 from coreml_delegate.lowering.debug_handles import HANDLE
 from coreml_delegate.lowering.delegation_tags import tag_of
 from coreml_delegate.lowering.proof import ConversionProof
-from coreml_delegate.module_scope import scopes_of
 from coreml_delegate.ops import Reason, ReasonCode, flops_of, record_of, required_opset
 from coreml_delegate.ops.call import OpCall, target_name
 from coreml_delegate.ops.constants import noted_folds, stored_nodes
@@ -46,7 +47,6 @@ from coreml_delegate.partition.report.records import (
 )
 from coreml_delegate.partition.verdicts.cpu_kernels import cpu_obstacles
 from coreml_delegate.partition.verdicts.parts import is_part, owning_call
-from coreml_delegate.source_lines import source_of
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 # Causes of a deployment target.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from coreml_delegate.html_pages import page_template
+from coreml_delegate.formats.html_pages import page_template
 from coreml_delegate.partition.report.drawing import (
     BOX_HEIGHT,
     BOX_WIDTH,

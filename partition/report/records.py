@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coreml_delegate.exported.source_lines import SourceLine
 from coreml_delegate.ops import Reason
-from coreml_delegate.source_lines import SourceLine
 
 _STATE_DTYPE = "float16"
 

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.traceback import NodeSource
 
 from coreml_delegate.errors import OptionError, near_matches
-from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
+from coreml_delegate.exported.module_scope import ModulePattern, Scope, scopes_of
 from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode
 from coreml_delegate.ops.call import DEQUANTIZE, QUANTIZE, target_name
 from coreml_delegate.partition.verdicts.parts import is_part, owning_call

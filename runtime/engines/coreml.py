@@ -29,7 +29,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from coreml_delegate import third_party
 from coreml_delegate.errors import (
     EngineUnavailableError,
     ExecutionError,
@@ -39,7 +38,9 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.mlpackage import empty_folders
+from coreml_delegate.patches import third_party
 from coreml_delegate.patches.coremltools import core_ml_proxy, load_error
+from coreml_delegate.patches.third_party import describe_error
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines.base import (
     Array,
@@ -56,7 +57,6 @@ from coreml_delegate.runtime.mil.program import Function, StateType, TensorType
 from coreml_delegate.runtime.op_errors import first_line
 from coreml_delegate.runtime.snapshots import Snapshot
 from coreml_delegate.targets import ComputeUnit
-from coreml_delegate.third_party import describe_error
 
 # dtype of a feature -> dtype in which its arrays are passed.
 _PASSED_AS: Final = {

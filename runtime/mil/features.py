@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from coreml_delegate import third_party
 from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.patches import third_party
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
     ColorSpace,

@@ -15,12 +15,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from coreml_delegate import third_party
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.formats import fp32_constants
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.mlpackage import MAIN, MODEL_PATH, locate, map_package
 from coreml_delegate.formats.weight_file import check_header, read_record
+from coreml_delegate.patches import third_party
 from coreml_delegate.runtime.mil import features
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes
 from coreml_delegate.runtime.mil.program import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from coreml_delegate.exported.value_names import OUTPUT, read_inputs, read_outputs
 from coreml_delegate.runtime.program.plan import KernelCall, MethodInfo, TensorSpec
-from coreml_delegate.value_names import OUTPUT, read_inputs, read_outputs
 
 _MUTATED = "mutated_input"
 

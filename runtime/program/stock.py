@@ -24,6 +24,7 @@ from coreml_delegate.errors import (
     ProgramError,
     UnsupportedOpError,
 )
+from coreml_delegate.patches.third_party import quiet_import
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.op_errors import first_line
@@ -59,7 +60,6 @@ from coreml_delegate.runtime.program.pte import Source, map_source
 from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
 from coreml_delegate.runtime.program.signature import mutable_buffers
 from coreml_delegate.runtime.snapshots import State
-from coreml_delegate.third_party import quiet_import
 
 _logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from coreml_delegate.caches import HOMELESS
+    from coreml_delegate.formats.caches import HOMELESS
     from coreml_delegate.formats.entry_cache import COMPILED, DEFAULT_LIMIT, CacheOptions
     from coreml_delegate.lowering.store import FOLDER
     from coreml_delegate.runtime import native_files
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _state(name: str, *, clear: bool) -> dict[str, Any]:
     """Return folder and size of a cache, after clearing it if ``clear``."""
-    from coreml_delegate.caches import cache_folder
+    from coreml_delegate.formats.caches import cache_folder
     from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
 
     caches = cache_folder()

@@ -210,7 +210,7 @@ def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
 def _samples(args: argparse.Namespace, ports: Sequence[Any]) -> list[list[Any]]:
     import torch
 
-    from coreml_delegate.source_model import SourceModel
+    from coreml_delegate.exported.source_model import SourceModel
 
     examples = {
         port.name: torch.empty(port.shape, dtype=port.dtype) if port.is_tensor else port.fixed

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    from coreml_delegate.caches import HOMELESS, NAME_A_FOLDER, cache_folder
+    from coreml_delegate.formats.caches import HOMELESS, NAME_A_FOLDER, cache_folder
     from coreml_delegate.formats.entry_cache import CacheOptions
 
     if cache_folder() is None:

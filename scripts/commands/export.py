@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import LoweringError
+from coreml_delegate.patches.third_party import quiet_import, wrap_errors
 from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_outputs, new_output
 from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.inputs import flexible_shapes
-from coreml_delegate.third_party import quiet_import, wrap_errors
 
 if TYPE_CHECKING:
+    from coreml_delegate.exported.source_model import Outcome, SourceModel
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
     from coreml_delegate.quantization import QuantizationAssignment
     from coreml_delegate.runtime.program.plan import MethodInfo
     from coreml_delegate.scripts.quantization_options import QuantizationSummary
-    from coreml_delegate.source_model import Outcome, SourceModel
 
 _PAGE = ".html"
 _FORMS: Mapping[str, Callable[[DelegationReport], str]] = {

@@ -274,7 +274,7 @@ def _export(
 
 def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
     from coreml_delegate.backend import CoreMLBackend
-    from coreml_delegate.compile_options import ComputeUnit, Precision, WeightSharing
+    from coreml_delegate.options.compile_options import ComputeUnit, Precision, WeightSharing
     from coreml_delegate.partition import CoreMLPartitioner
     from coreml_delegate.targets import Opset
 

@@ -108,10 +108,10 @@ def _write_page(args: argparse.Namespace, profile: Profile, other: Profile | Non
 
 def _measure(args: argparse.Namespace, path: Path, etrecord: Path | None) -> Profile:
     """Run a program, and read the times that it logs."""
+    from coreml_delegate.patches.third_party import wrap_errors
     from coreml_delegate.runtime.devtools import Inspector
     from coreml_delegate.scripts.delegates import open_pte, read_etrecord
     from coreml_delegate.scripts.program_arguments import inputs_for, load_for
-    from coreml_delegate.third_party import wrap_errors
 
     if args.method not in (None, "forward") and etrecord is not None:
         raise OptionError("ExecuTorch's ETRecords support only the method forward", got=args.method)

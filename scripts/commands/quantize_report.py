@@ -13,8 +13,8 @@ from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
+    from coreml_delegate.exported.source_model import SourceModel
     from coreml_delegate.quantization.sensitivity import Sensitivity
-    from coreml_delegate.source_model import SourceModel
 
 _DEFAULT_TARGET = 30.0  # dB, as ``verify`` asks for
 

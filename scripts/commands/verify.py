@@ -16,10 +16,10 @@ from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, ENGINES, SAMPLES
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
+    from coreml_delegate.exported.source_model import SourceModel
     from coreml_delegate.runtime.accuracy import Accuracy
     from coreml_delegate.runtime.loading import Execution, LoadedProgram
     from coreml_delegate.scripts.inputs.data_sets import Sample
-    from coreml_delegate.source_model import SourceModel
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,13 +99,13 @@ def _verify_engine(args: argparse.Namespace) -> int:
         args.refuse_usage("--against takes no data set: its samples are like a model's inputs")
     if args.engine == args.against:
         args.refuse_usage(f"--engine and --against are both {args.against}")
+    from coreml_delegate.exported.source_model import copy_inputs
     from coreml_delegate.runtime import EngineOptions
     from coreml_delegate.runtime.accuracy import Accuracy
     from coreml_delegate.runtime.engines.selection import AUTO
     from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
     from coreml_delegate.scripts.inputs.random_tensors import generator
     from coreml_delegate.scripts.program_arguments import load_for
-    from coreml_delegate.source_model import copy_inputs
 
     path = Path(args.source)
     with console.step(f"Loading {path}"):
@@ -246,11 +246,11 @@ def _compare_operations(
     args: argparse.Namespace, execution: Execution, inputs: list[Any]
 ) -> list[Operation]:
     """Compare the values of operations with the values in the ETRecord's graph."""
+    from coreml_delegate.patches.third_party import wrap_errors
     from coreml_delegate.runtime.devtools import Inspector
     from coreml_delegate.runtime.engines.selection import AUTO
     from coreml_delegate.scripts.delegates import open_pte, read_etrecord
     from coreml_delegate.scripts.program_arguments import DEBUG_BUFFER, load_for
-    from coreml_delegate.third_party import wrap_errors
 
     # The engine of the comparison above, if it had one.
     engine = args.engine or next(iter(execution.engines), AUTO)

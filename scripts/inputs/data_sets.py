@@ -19,14 +19,14 @@ from typing import Any, Final, cast
 import torch
 
 from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.exported.source_model import SourceModel
+from coreml_delegate.patches.third_party import import_optional, wrap_errors
 from coreml_delegate.runtime.mil.program import Feature
 from coreml_delegate.runtime.program.plan import describe
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.input_files import load_archive, load_array, to_tensor
 from coreml_delegate.scripts.inputs.source import find_callable, importable_from_here, load_torch
-from coreml_delegate.source_model import SourceModel
-from coreml_delegate.third_party import import_optional, wrap_errors
 
 FORMS = "a folder, FILE.npz, FILE.safetensors or MODULE:FACTORY"
 _TORCH = frozenset({".pt", ".pth"})

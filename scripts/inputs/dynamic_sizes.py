@@ -22,10 +22,7 @@ from torch.export.graph_signature import OutputKind
 
 from coreml_delegate.dynamic_shapes.symbols import bounds_of, expression_of, hint_of
 from coreml_delegate.errors import OptionError
-from coreml_delegate.patches.torch_ranges import ValueRanges, bound_sympy
-from coreml_delegate.runtime.diagnosis import energy, ratio_db, signal_and_error
-from coreml_delegate.scripts import console
-from coreml_delegate.source_model import (
+from coreml_delegate.exported.source_model import (
     SMALLEST_TRACED,
     Outcome,
     SourceModel,
@@ -33,6 +30,9 @@ from coreml_delegate.source_model import (
     dynamic_shapes_of,
     dynamic_sizes,
 )
+from coreml_delegate.patches.torch_ranges import ValueRanges, bound_sympy
+from coreml_delegate.runtime.diagnosis import energy, ratio_db, signal_and_error
+from coreml_delegate.scripts import console
 
 InputDim: TypeAlias = tuple[str, int]
 """Name of an input, and the number of a dimension."""

@@ -14,7 +14,7 @@ from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.scripts import arguments
 
 if TYPE_CHECKING:
-    from coreml_delegate.source_model import SourceModel
+    from coreml_delegate.exported.source_model import SourceModel
 
 Range = tuple[str, int, int, int]
 """Input, dimension, smallest and largest size."""

@@ -12,18 +12,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from coreml_delegate.containers import name_return_types, register_containers
 from coreml_delegate.errors import OptionError
-from coreml_delegate.scripts.inputs import vision
-from coreml_delegate.scripts.inputs.random_tensors import generator, random_tensor
-from coreml_delegate.scripts.stablehlo_files import is_stablehlo
-from coreml_delegate.source_model import SourceModel
-from coreml_delegate.third_party import (
+from coreml_delegate.exported.containers import name_return_types, register_containers
+from coreml_delegate.exported.source_model import SourceModel
+from coreml_delegate.patches.third_party import (
     describe_error,
     import_optional,
     torchvision_importable,
     wrap_errors,
 )
+from coreml_delegate.scripts.inputs import vision
+from coreml_delegate.scripts.inputs.random_tensors import generator, random_tensor
+from coreml_delegate.scripts.stablehlo_files import is_stablehlo
 
 FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
 _MAX_LISTED = 3  # names in a message

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from coreml_delegate.errors import OptionError, near_matches
-from coreml_delegate.third_party import import_optional, torchvision_importable
+from coreml_delegate.patches.third_party import import_optional, torchvision_importable
 
 _DEFAULT_SIZE = 224  # pixels; the input of torchvision's classifiers without published weights
 _VIDEO_FRAMES = 16

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from coreml_delegate.caches import software, version_of
 from coreml_delegate.errors import OptionError
+from coreml_delegate.formats.caches import software, version_of
 from coreml_delegate.scripts.sweeping.jobs import CONFIG_SUFFIX, Job
 
 _DISTRIBUTIONS: Final = (

@@ -25,10 +25,10 @@ from typing import Any, Final
 
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.formats.files import new_file
+from coreml_delegate.patches.third_party import leave_out_unused_packages
 from coreml_delegate.scripts import console, failures, interruption
 from coreml_delegate.scripts.sweeping.jobs import Job
 from coreml_delegate.scripts.sweeping.sweep_file import Limits
-from coreml_delegate.third_party import leave_out_unused_packages
 
 _POLL: Final = 0.05  # seconds between two looks at running processes
 _GRACE: Final = 5.0  # seconds to remove temporary files in, before a process is killed

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from coreml_delegate.exported.source_model import SourceModel
 from coreml_delegate.formats.files import new_file
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.partition.export import export_model, lower_methods
@@ -29,7 +30,6 @@ from coreml_delegate.scripts.quantization_options import compile_specs
 from coreml_delegate.scripts.sweeping.contents import machine
 from coreml_delegate.scripts.sweeping.jobs import AUTO, Job, Model
 from coreml_delegate.scripts.sweeping.sweep_file import assignment_of
-from coreml_delegate.source_model import SourceModel
 
 
 def measure(job: Job, program: Path) -> dict[str, Any]:

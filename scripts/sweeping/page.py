@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from coreml_delegate.html_pages import page_template
+from coreml_delegate.formats.html_pages import page_template
 from coreml_delegate.scripts.sweeping.fronts import (
     COSTS,
     SQNR,

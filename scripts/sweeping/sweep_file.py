@@ -34,10 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-from coreml_delegate import option_checks
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.formats.entry_cache import parse_size
-from coreml_delegate.option_checks import Check, instance, positive, refused
+from coreml_delegate.options import checks
+from coreml_delegate.options.checks import Check, instance, positive, refused
 from coreml_delegate.quantization import QuantizationAssignment, mode_of
 from coreml_delegate.scripts.sweeping.jobs import (
     AXES,
@@ -246,27 +246,27 @@ def _size(name: str, value: Any) -> None:
 
 
 def _natural(name: str, value: Any) -> None:
-    option_checks.integer(name, value)
+    checks.integer(name, value)
     if value < 0:
         raise refused(name, "must be at least 0", value)
 
 
 def _shapes(name: str, value: Any) -> None:
-    option_checks.list_of("shapes such as [1, 3, 224, 224]", list)(name, value)
+    checks.list_of("shapes such as [1, 3, 224, 224]", list)(name, value)
     for shape in value:
         for size in shape:
             positive(name, size)
 
 
 def _tables(name: str, value: Any) -> None:
-    option_checks.list_of("tables", dict)(name, value)
+    checks.list_of("tables", dict)(name, value)
 
 
 def _list_of(check: Check) -> Check:
     """Return a check that the value is a list without repetition whose items ``check`` accepts."""
 
     def check_each(name: str, value: Any) -> None:
-        option_checks.list_of("text", str)(name, value)
+        checks.list_of("text", str)(name, value)
         items = cast("list[str]", value)
         if not items:
             raise refused(name, "must not be empty", items)

@@ -70,7 +70,7 @@ class Contender:
 def decoder() -> Any:
     """The model, the same every time."""
     from coreml_delegate.llm.checkpoint import random_decoder
-    from coreml_delegate.third_party import transformers
+    from coreml_delegate.patches.third_party import transformers
 
     config = transformers().AutoConfig.for_model("llama", **CONFIG)
     return random_decoder(config, 0, context=LAYOUT.context)
@@ -172,8 +172,8 @@ def _core_ml(
     from support.multimethod import specs
 
     from coreml_delegate import CoreMLPartitioner
-    from coreml_delegate.compile_options import Precision
     from coreml_delegate.llm.export import export_methods, lower, quantize_weights
+    from coreml_delegate.options.compile_options import Precision
     from coreml_delegate.targets import Opset
 
     model = decoder()

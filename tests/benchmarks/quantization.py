@@ -31,13 +31,13 @@ from support.quantization import config, convert_pt2e, exported, prepare_qat_pt2
 from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime
-from coreml_delegate.compile_options import Precision
+from coreml_delegate.exported.source_model import SourceModel
+from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.weight_compression import OPTION
 from coreml_delegate.partition.export import export_model, lower_methods
 from coreml_delegate.quantization import QuantizationAssignment, mode_of
 from coreml_delegate.quantization.apply import quantize_model
 from coreml_delegate.quantization.configs import compile_keywords
-from coreml_delegate.source_model import SourceModel
-from coreml_delegate.weight_compression import OPTION
 
 _PAGE = Path(__file__).parents[2] / "docs" / "quantization.md"
 _BEGIN, _END = "<!-- accuracy -->\n", "<!-- end of accuracy -->\n"

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.runtime.engines.openvino import structural_ops
 from coreml_delegate.runtime.engines.openvino.translations import TRANSLATIONS
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference.kernels import KERNELS
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 _COUNTED = ("passed", "failed", "unsupported")
 _HAS = {

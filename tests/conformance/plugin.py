@@ -28,8 +28,8 @@ import numpy as np
 import pytest
 import torch
 
-from coreml_delegate import third_party
 from coreml_delegate.errors import UnsupportedOpError
+from coreml_delegate.patches import third_party
 from coreml_delegate.runtime import patch_coremltools
 from coreml_delegate.runtime.coremltools_patch import ModelProxy
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES

@@ -10,7 +10,6 @@ from support.compute_plans import CPU, GPU, Mac
 from support.mil import Opset, builder_program, mb
 from support.packages import package_files
 
-from coreml_delegate.compile_options import ComputeUnit
 from coreml_delegate.device_check import CheckedModel, Use, check
 from coreml_delegate.device_check.compute_plan import (
     Processor,
@@ -19,6 +18,7 @@ from coreml_delegate.device_check.compute_plan import (
 )
 from coreml_delegate.errors import EngineUnavailableError, ProgramError
 from coreml_delegate.formats.files import new_folder
+from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.mil.reader import read_mlpackage
 
 

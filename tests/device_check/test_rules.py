@@ -16,7 +16,6 @@ from support import handmade
 from support.mil import Opset, build, builder_program, ct, mb
 from support.packages import package_files
 
-from coreml_delegate.compile_options import ComputeUnit
 from coreml_delegate.device_check import (
     RULES,
     CheckedModel,
@@ -27,6 +26,7 @@ from coreml_delegate.device_check import (
     weights,
 )
 from coreml_delegate.errors import OptionError
+from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.quantization.weight_inventory import weights_of
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, NamedType, Program, StateType, TensorType

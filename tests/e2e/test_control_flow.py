@@ -18,8 +18,8 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.utils import _pytree as pytree
 
 from coreml_delegate import CoreMLPartitioner, runtime
-from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import UnsupportedOperatorError
+from coreml_delegate.options.compile_options import Precision
 
 ENGINES = ("reference", "openvino")
 ATOL, RTOL = ATOL_RTOL["fp32"]

@@ -8,7 +8,7 @@ from executorch.exir import to_edge_transform_and_lower
 from support.digits import BATCH, accuracy, digits, predictions, trained
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.compile_options import Precision
+from coreml_delegate.options.compile_options import Precision
 
 
 @pytest.mark.share(2)

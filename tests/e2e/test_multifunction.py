@@ -26,13 +26,13 @@ from support.tolerances import ATOL_RTOL
 from torch import nn
 
 from coreml_delegate import CoreMLPartitioner, runtime
-from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.mlpackage import locate
+from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.runtime.delegate import blob_files, read_blob
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
 WIDTH = 1024

@@ -26,7 +26,7 @@ from support.multimethod import IOS18, Layers, linear, lower_methods, specs, two
 from support.tolerances import ATOL_RTOL
 
 from coreml_delegate import CoreMLBackend, runtime
-from coreml_delegate.caches import CACHE_VARIABLE
+from coreml_delegate.formats.caches import CACHE_VARIABLE
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
 from coreml_delegate.runtime import native_files
 from coreml_delegate.scripts.cli import main

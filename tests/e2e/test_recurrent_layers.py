@@ -18,9 +18,9 @@ from support.tolerances import ATOL_RTOL, SQNR_FP16, SQNR_FP32, sqnr_db
 from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, dynamic_steps, runtime
-from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.opaque_ops.recurrent_layers import PLACEHOLDER_OPS
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.runtime.mil.program import Block
 from coreml_delegate.targets import Opset
 

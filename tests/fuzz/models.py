@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.random_models import draw_chain, wrong
 
-from coreml_delegate.compile_options import Precision
+from coreml_delegate.options.compile_options import Precision
 
 _TOGETHER = 12
 

@@ -18,13 +18,13 @@ from support.lowering import fp32_specs
 from support.tolerances import SQNR_FP16, logits_bounds, sqnr_db
 
 from coreml_delegate import CoreMLPartitioner
-from coreml_delegate.compile_options import Precision
 from coreml_delegate.llm.adapters import read_adapters
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached, fit_adapter
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.scripts.summary import summarize_pte
 from coreml_delegate.targets import Opset
 

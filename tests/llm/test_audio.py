@@ -12,7 +12,7 @@ import torch
 from coreml_delegate.errors import InputError
 from coreml_delegate.llm.audio import read_wav, spectrogram
 from coreml_delegate.llm.source import Spectrogram
-from coreml_delegate.third_party import transformers
+from coreml_delegate.patches.third_party import transformers
 
 RATE = 16000
 

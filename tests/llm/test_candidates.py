@@ -11,13 +11,13 @@ from support.lowering import Function, fp32_specs, lower_unchecked
 from support.tolerances import SQNR_FP16, logits_bounds, sqnr_db
 
 from coreml_delegate import CoreMLPartitioner, runtime
-from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.llm.candidates import Candidates, Selection
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Generator, Sampler, Sampling
 from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.targets import Opset
 
 pytestmark = pytest.mark.xdist_group("candidates")

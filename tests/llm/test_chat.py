@@ -23,8 +23,8 @@ from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods, lower
 from coreml_delegate.llm.generator import Ending, Generator, Sampler, Sampling
 from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import transformers
 
 pytestmark = pytest.mark.xdist_group("chats")
 

@@ -23,7 +23,6 @@ from support.multimethod import specs as specs_of
 from support.tolerances import SQNR_FP16, SQNR_FP32, SQNR_INT8, logits_bounds, sqnr_db
 
 from coreml_delegate import CoreMLPartitioner
-from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
 from coreml_delegate.formats.blob import BlobReference, unflatten
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
@@ -32,6 +31,7 @@ from coreml_delegate.llm.export import lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.source import Source, Spectrogram
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.runtime.program.plan import TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
 

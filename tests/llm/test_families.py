@@ -14,12 +14,12 @@ from support.lowering import fp32_specs
 from support.tolerances import SQNR_FP16, logits_bounds, sqnr_db
 
 from coreml_delegate import CoreMLPartitioner
-from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import CoreMLDelegateError
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods, lower
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.targets import Opset
 
 CONTEXT, CHUNK, STEPS = 96, 8, 64

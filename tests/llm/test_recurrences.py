@@ -11,7 +11,7 @@ from support.tolerances import logits_bounds
 
 from coreml_delegate.llm.recurrences import chunk_scan, gated_delta_rule, selective_scan
 from coreml_delegate.llm.states import RECURRENCE, Span, StateLayer
-from coreml_delegate.third_party import torchvision_importable
+from coreml_delegate.patches.third_party import torchvision_importable
 
 NAME = (RECURRENCE, 0)
 LENGTHS = [1, 2, 3, 5, 8, 13, 16, 17]

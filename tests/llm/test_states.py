@@ -11,12 +11,12 @@ from llm.test_families import CONTEXT, lowered, model
 from support.llm_families import FAMILIES
 from support.tolerances import SQNR_FP16, logits_bounds, sqnr_db
 
-from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import Decode, Forward, Prefill, export_methods
 from coreml_delegate.llm.generator import Generator, write_cache
 from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.options.compile_options import Precision
 
 STATEFUL = [name for name, family in FAMILIES.items() if family.states]
 LENGTH = 36

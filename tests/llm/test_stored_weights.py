@@ -14,7 +14,7 @@ from coreml_delegate.llm.checkpoint import load_decoder, read_config
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import quantize_weights
 from coreml_delegate.llm.stored_weights import StoredWeight, in_memory, read_weights
-from coreml_delegate.third_party import quiet_import
+from coreml_delegate.patches.third_party import quiet_import
 
 
 def load(folder, model_type="llama", dtype=torch.bfloat16, **changes):

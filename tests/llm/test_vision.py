@@ -25,7 +25,6 @@ from support.vision_families import (
 )
 
 from coreml_delegate import CoreMLPartitioner
-from coreml_delegate.compile_options import Precision
 from coreml_delegate.errors import InputError, LoweringError, OptionError
 from coreml_delegate.llm import vision
 from coreml_delegate.llm.checkpoint import load_decoder, random_decoder, read_config
@@ -36,8 +35,9 @@ from coreml_delegate.llm.images import Fit, ImageInput, Preparation
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.tokenizer import load_tokenizer
 from coreml_delegate.llm.vision import VisionDecoder, image_input
+from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import transformers
 
 CONTEXT, CHUNK, STEPS = 96, 8, 32
 PROMPT = [5, IMAGE, 7, 11, IMAGE, 13]

@@ -22,15 +22,15 @@ from support.partitioned import Network, assert_equal_eager, example
 from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
-from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
 from coreml_delegate.lowering import store
 from coreml_delegate.lowering.proof import ConversionProof
 from coreml_delegate.lowering.trial import TRIALS, Trials
 from coreml_delegate.ops import ReasonCode
+from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 INPUTS = example(2, 4)
 

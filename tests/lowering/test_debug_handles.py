@@ -17,10 +17,10 @@ from executorch.exir.lowered_backend_module import get_lowered_submodules
 from torch import nn
 
 from coreml_delegate import CoreMLBackend
-from coreml_delegate.caches import CACHE_VARIABLE
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import DEBUG_INFO, DebugInfo, debug_info_in
+from coreml_delegate.formats.caches import CACHE_VARIABLE
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE
 from coreml_delegate.lowering.store import FOLDER
 from coreml_delegate.partition import CoreMLPartitioner
@@ -231,7 +231,7 @@ edge = to_edge(exported).exported_program()
 mine = copy.deepcopy(edge)
 theirs = CoreMLBackend.preprocess(edge, []).debug_handle_map
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
-from coreml_delegate.compile_options import CompileOptions
+from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.lowering.build import build_files, result_of
 handles = handles_of(mine)
 ours = result_of(with_handles(build_files(mine, CompileOptions()), handles)).debug_handle_map

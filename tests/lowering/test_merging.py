@@ -16,7 +16,7 @@ from coreml_delegate.formats.mlpackage import (
 )
 from coreml_delegate.formats.weight_file import StoredWeight, write_weights
 from coreml_delegate.lowering.merging import FunctionModel, merge
-from coreml_delegate.third_party import model_pb2
+from coreml_delegate.patches.third_party import model_pb2
 
 _BYTES = memoryview(b"\x21\x03")
 _OF_8_BITS = StoredWeight(3, 0, _BYTES)

@@ -12,7 +12,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend
 from coreml_delegate.lowering.native_parts import BlobStorageReader, BlobStorageWriter
-from coreml_delegate.third_party import coremltools
+from coreml_delegate.patches.third_party import coremltools
 
 _TYPES = {
     **{f"uint{bits}": (np.uint8, 0, 2**bits) for bits in (1, 2, 3, 4, 6, 8)},

@@ -11,8 +11,8 @@ from support.torchvision_models import build as build_torchvision
 from support.torchvision_models import set_statistics
 from torch import Tensor, nn
 
+from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.scripts.inputs.vision import import_torchvision
-from coreml_delegate.third_party import transformers
 
 Built = tuple[nn.Module, tuple[Tensor, ...]]
 

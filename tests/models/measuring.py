@@ -18,7 +18,7 @@ from support.tolerances import sqnr_db
 from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.compile_options import Precision
+from coreml_delegate.options.compile_options import Precision
 
 ENGINES = ("openvino", "reference")
 _HALF = (torch.float16, torch.bfloat16)

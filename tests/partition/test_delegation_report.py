@@ -15,11 +15,12 @@ from support.partitioned import Network, example
 from torch import nn
 from torch.export import ExportedProgram
 
-from coreml_delegate import CoreMLPartitioner, source_lines
+from coreml_delegate import CoreMLPartitioner
+from coreml_delegate.exported import source_lines
+from coreml_delegate.exported.source_lines import source_of
 from coreml_delegate.partition import DelegationReport
 from coreml_delegate.partition.report.table import quantity
-from coreml_delegate.source_lines import source_of
-from coreml_delegate.third_party import coremltools
+from coreml_delegate.patches.third_party import coremltools
 
 
 def exported(module: nn.Module, *shape: int) -> ExportedProgram:

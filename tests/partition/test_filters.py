@@ -15,7 +15,7 @@ from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.errors import OptionError, UnsupportedOperatorError
-from coreml_delegate.module_scope import ModulePattern, Scope, scopes_of
+from coreml_delegate.exported.module_scope import ModulePattern, Scope, scopes_of
 from coreml_delegate.ops import ReasonCode
 from coreml_delegate.partition import DelegationReport, do_not_delegate
 from coreml_delegate.partition.verdicts.filters import Filters

@@ -22,13 +22,13 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLBackend
-from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.formats import blob
 from coreml_delegate.formats.blob import Pieces, chunks_of, flatten, size_of, unflatten
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.lowering import build
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
+from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.patches.coremltools import overflows
 
 

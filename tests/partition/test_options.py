@@ -15,8 +15,8 @@ from support.lowering import fp32_specs
 from support.partitioned import Network, example
 
 from coreml_delegate import CoreMLPartitioner
-from coreml_delegate.compile_options import CompileOptions, ComputeUnit, Precision
 from coreml_delegate.errors import OptionError
+from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit, Precision
 
 
 def test_documented_options_have_their_defaults() -> None:

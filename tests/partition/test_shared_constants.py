@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 
 from coreml_delegate import CoreMLPartitioner, runtime
-from coreml_delegate.third_party import coremltools
+from coreml_delegate.patches.third_party import coremltools
 
 coremltools()
 import torch.ao.quantization.fx._decomposed  # noqa: E402 - registers what dequantizes

@@ -20,12 +20,12 @@ import torch
 import tqdm
 
 from coreml_delegate import opaque_ops, ops
-from coreml_delegate.compile_options import CompileOptions
 from coreml_delegate.lowering import convert
 from coreml_delegate.ops import mil_ops
+from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.patches import Patch, patched
 from coreml_delegate.patches import coremltools as patches
-from coreml_delegate.third_party import coremltools, quiet_import
+from coreml_delegate.patches.third_party import coremltools, quiet_import
 
 ct = coremltools()
 mb = ct.converters.mil.Builder

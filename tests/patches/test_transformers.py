@@ -14,8 +14,8 @@ from support.llm_families import FAMILIES
 
 from coreml_delegate.llm.attention import Call, active_call
 from coreml_delegate.patches import patched
+from coreml_delegate.patches.third_party import torchvision_importable
 from coreml_delegate.patches.transformers import recurrence
-from coreml_delegate.third_party import torchvision_importable
 
 RECURRENCES = [
     ("mamba", "MambaMixer", "mamba_selective_scan"),

@@ -9,13 +9,6 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coreml_delegate.compile_options import (
-    CompileOptions,
-    ComputeUnit,
-    ModelType,
-    Precision,
-    WeightSharing,
-)
 from coreml_delegate.dynamic_shapes.enumerated import (
     EnumeratedInput,
     EnumeratedShapes,
@@ -23,8 +16,15 @@ from coreml_delegate.dynamic_shapes.enumerated import (
 )
 from coreml_delegate.errors import BlobFormatError, OptionError
 from coreml_delegate.formats.blob import BlobReference, flatten, unflatten
+from coreml_delegate.options.compile_options import (
+    CompileOptions,
+    ComputeUnit,
+    ModelType,
+    Precision,
+    WeightSharing,
+)
+from coreml_delegate.options.weight_compression import KINDS, LINEAR, PALETTE, stages_of
 from coreml_delegate.targets import Opset
-from coreml_delegate.weight_compression import KINDS, LINEAR, PALETTE, stages_of
 
 pytestmark = pytest.mark.property
 

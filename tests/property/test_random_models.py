@@ -7,7 +7,7 @@ import random
 import pytest
 from support.random_models import draw_chain, wrong
 
-from coreml_delegate.compile_options import Precision
+from coreml_delegate.options.compile_options import Precision
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from support.tolerances import SQNR_INT8, sqnr_db
 from torch import nn
 
 from coreml_delegate import CoreMLQuantizer, runtime
-from coreml_delegate.compile_options import CompileOptions, ComputeUnit, Precision
 from coreml_delegate.errors import OptionError
+from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit, Precision
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.recipes import COREML_BACKEND, CoreMLRecipeProvider, CoreMLRecipeType
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This API and all of its related functionality:Warning"  # of all recipes

@@ -12,9 +12,9 @@ import pytest
 from support.mil import builder_program, ct, mb
 from support.tolerances import ATOL_RTOL
 
+from coreml_delegate.patches.third_party import quiet_import
 from coreml_delegate.runtime import patch_coremltools
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import quiet_import
 
 with quiet_import():
     from coremltools.models.ml_program.experimental import async_wrapper

@@ -15,10 +15,10 @@ from support.tolerances import ATOL_RTOL
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError, UnsupportedOpError
+from coreml_delegate.patches.third_party import quiet_import
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.coremltools_patch import FrameworkError, array_to_picture
 from coreml_delegate.runtime.mil.program import ColorSpace
-from coreml_delegate.third_party import quiet_import
 
 with quiet_import():
     import coremltools as ct

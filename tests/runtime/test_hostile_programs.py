@@ -23,6 +23,7 @@ from coreml_delegate.errors import (
     UnsupportedOpError,
 )
 from coreml_delegate.formats.mlpackage import map_folder
+from coreml_delegate.patches.third_party import model_pb2
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.limits import MAX_LIST
@@ -37,7 +38,6 @@ from coreml_delegate.runtime.mil.reader import WeightFile, read_files, read_mlpa
 from coreml_delegate.runtime.mil.validation import MAX_ELEMENTS, check_function
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import model_pb2
 
 CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
 _X = np.array([1.0, -2.0, 3.0], np.float32)

@@ -8,8 +8,8 @@ import sys
 import pytest
 from support.command import TINY
 
-from coreml_delegate.caches import CACHE_VARIABLE, HOMELESS
 from coreml_delegate.errors import OptionError
+from coreml_delegate.formats.caches import CACHE_VARIABLE, HOMELESS
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
 from coreml_delegate.runtime import Precision
 from coreml_delegate.runtime.program import shim_build

@@ -15,10 +15,10 @@ from support.command import MODELS
 from torch import nn
 
 from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.exported.source_model import SourceModel
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.scripts.inputs.data_sets import DataSet
 from coreml_delegate.scripts.inputs.images import read_image
-from coreml_delegate.source_model import SourceModel
 
 pytestmark = pytest.mark.xdist_group("cli")
 

@@ -13,8 +13,8 @@ from support.command import leftovers
 from support.encoder_decoder_families import FAMILIES, tiny_model
 
 from coreml_delegate.llm.generator import Generator
+from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.scripts.cli import main
-from coreml_delegate.third_party import transformers
 
 pytestmark = pytest.mark.xdist_group("encoder_decoders")
 

@@ -207,7 +207,7 @@ def make():
 
 _LOADING = """
 import sys
-from coreml_delegate import third_party
+from coreml_delegate.patches import third_party
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts.inputs import source
 finders = list(sys.meta_path)

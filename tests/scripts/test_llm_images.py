@@ -15,8 +15,8 @@ from support.vision_families import IMAGE, SIDE, configuration, logits_of, tiny_
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.llm.generator import Generator
+from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.scripts.cli import main
-from coreml_delegate.third_party import transformers
 
 pytestmark = pytest.mark.xdist_group("checkpoints")
 

@@ -13,11 +13,11 @@ from support.cli_models import stepping
 from support.command import MODELS
 from support.tolerances import ATOL_RTOL
 
+from coreml_delegate.exported.value_names import read_inputs, read_outputs
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.program.signature import input_names, output_names
 from coreml_delegate.runtime.recording import Call, Recording
 from coreml_delegate.scripts.cli import main
-from coreml_delegate.value_names import read_inputs, read_outputs
 
 pytestmark = pytest.mark.xdist_group("cli")
 

@@ -13,8 +13,8 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError
 from coreml_delegate.partition import export as exporting
+from coreml_delegate.patches.third_party import describe_error
 from coreml_delegate.scripts.cli import main
-from coreml_delegate.third_party import describe_error
 
 pytestmark = pytest.mark.xdist_group("cli")
 

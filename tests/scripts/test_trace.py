@@ -10,8 +10,8 @@ from support.command import tiny_pte
 from support.mil import Opset, builder_program, mb
 from support.programs import export_case
 
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.scripts.cli import main
-from coreml_delegate.third_party import coremltools
 
 pytestmark = pytest.mark.xdist_group("cli")
 

@@ -16,7 +16,7 @@ import torch
 from support.command import TINY
 
 from coreml_delegate import runtime
-from coreml_delegate.compile_options import ComputeUnit, Precision
+from coreml_delegate.options.compile_options import ComputeUnit, Precision
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.scripts import arguments, cli, console
 from coreml_delegate.scripts.cli import COMMANDS, main

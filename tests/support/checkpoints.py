@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from coreml_delegate.third_party import transformers
+from coreml_delegate.patches.third_party import transformers
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 97,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from coreml_delegate.third_party import coremltools
+from coreml_delegate.patches.third_party import coremltools
 
 
 class Tiny(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.weight_file import ALIGNMENT, read_record
-from coreml_delegate.third_party import coremltools, quiet_import
+from coreml_delegate.patches.third_party import coremltools, quiet_import
 
 coremltools()
 with quiet_import():

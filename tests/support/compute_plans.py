@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from coreml_delegate.device_check import compute_plan as ours
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.runtime.mil.program import Block
 from coreml_delegate.runtime.mil.reader import read_mlpackage
-from coreml_delegate.third_party import coremltools
 
 CPU, GPU, NE = "cpu", "gpu", "ne"
 

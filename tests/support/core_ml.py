@@ -23,10 +23,10 @@ import pytest
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import CoreMLDelegateError
+from coreml_delegate.patches.third_party import quiet_import
 from coreml_delegate.runtime import Model, machine
 from coreml_delegate.runtime.mil.program import Feature
 from coreml_delegate.runtime.mil.reader import read_mlpackage
-from coreml_delegate.third_party import quiet_import
 
 with quiet_import():
     import coremltools.models.model as client

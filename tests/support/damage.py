@@ -18,6 +18,7 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 
 from coreml_delegate.errors import CoreMLDelegateError
+from coreml_delegate.patches.third_party import model_pb2
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.selection import ENGINES
@@ -25,7 +26,6 @@ from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.mil.reader import WeightFile, read_program
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.native import NATIVE_RUN, SCALAR_TYPES, NativeArgument
-from coreml_delegate.third_party import model_pb2
 
 Choose = Callable[[int], int]
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from coreml_delegate.llm.checkpoint import random_decoder
 from coreml_delegate.llm.decoder import Decoder
-from coreml_delegate.third_party import transformers
+from coreml_delegate.patches.third_party import transformers
 
 END = 0
 """The byte that ends a text."""

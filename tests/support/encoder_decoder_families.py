@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from coreml_delegate.llm.checkpoint import random_model
-from coreml_delegate.third_party import transformers
+from coreml_delegate.patches.third_party import transformers
 
 CONTEXT, SOURCE = 80, 40
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coreml_delegate.lowering import trial
-from coreml_delegate.third_party import coremltools
+from coreml_delegate.patches.third_party import coremltools
 
 MESSAGE = "made to fail"
 

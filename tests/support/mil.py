@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from coreml_delegate.patches.third_party import quiet_import
 from coreml_delegate.runtime.mil.program import Function, Program, TensorType
 from coreml_delegate.runtime.mil.reader import WeightFile, read_program
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import quiet_import
 
 with quiet_import():
     import coremltools as ct

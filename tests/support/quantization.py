@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from coreml_delegate.third_party import coremltools, quiet_import
+from coreml_delegate.patches.third_party import coremltools, quiet_import
 
 _CT = coremltools()
 with quiet_import():

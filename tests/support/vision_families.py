@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from coreml_delegate.third_party import transformers
+from coreml_delegate.patches.third_party import transformers
 from support.checkpoints import CONFIG, add_noise
 
 SIDE, PATCH = 56, 14

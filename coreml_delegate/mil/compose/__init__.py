@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from coreml_delegate.third_party import coremltools
+from coreml_delegate.patches.third_party import coremltools
 
 Var: TypeAlias = Any
 """A variable of a MIL program under construction, or a number."""

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.compile_options import Precision
+from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import transformers
 
 LOWEST = torch.finfo(torch.float32).min
 SQNR = {Precision.FLOAT16: SQNR_FP16, Precision.FLOAT32: SQNR_FP32}

@@ -13,6 +13,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.blob import flatten
 from coreml_delegate.formats.blob_layout import METADATA, MethodMetadata, ModelMetadata
 from coreml_delegate.formats.files import write_folder
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.runtime import EngineOptions, load_mlpackage
 from coreml_delegate.runtime.delegate import delegate_loader
 from coreml_delegate.runtime.engines import selection
@@ -22,7 +23,6 @@ from coreml_delegate.runtime.engines.selection import compile_function
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID, DelegatePayload
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 _OPTIONS = EngineOptions(cache=None)
 

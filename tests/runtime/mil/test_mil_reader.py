@@ -7,11 +7,11 @@ import pytest
 from support.mil import builder_program
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
+from coreml_delegate.patches.third_party import coremltools, model_pb2
 from coreml_delegate.runtime.mil.dtypes import DType, packed_nbytes, unpack_bits
 from coreml_delegate.runtime.mil.program import Constant, Packed, TensorType
 from coreml_delegate.runtime.mil.reader import WeightFile, read_mlpackage, read_program
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools, model_pb2
 
 ct = coremltools()
 

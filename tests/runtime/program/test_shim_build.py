@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.gates import needs_compiler
 
-from coreml_delegate.caches import CACHE_VARIABLE
 from coreml_delegate.errors import EngineUnavailableError
+from coreml_delegate.formats.caches import CACHE_VARIABLE
 from coreml_delegate.runtime.program import shim_build
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import openvino as ov
 
-from coreml_delegate.caches import source_digest
+from coreml_delegate.formats.caches import source_digest
 from coreml_delegate.formats.entry_cache import EntryCache
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from coreml_delegate.containers import (
+from coreml_delegate.exported.containers import (
     keys_of,
     name_return_types,
     paths_of,
@@ -60,7 +60,7 @@ def test_programs_that_return_what_torch_returns_are_saved_and_loaded(name):
 def test_torch_saves_no_return_types_before_they_are_named():
     script = (
         "import io, torch; from coreml_delegate import CoreMLPartitioner\n"
-        "from coreml_delegate.containers import name_return_types\n"
+        "from coreml_delegate.exported.containers import name_return_types\n"
         "class M(torch.nn.Module):\n"
         "    def forward(self, x): return torch.max(x, 0)\n"
         "program = torch.export.export(M(), (torch.ones(2, 2),))\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coreml_delegate.caches import source_digest
+from coreml_delegate.formats.caches import source_digest
 
 
 @pytest.fixture

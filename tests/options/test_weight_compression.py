@@ -18,8 +18,8 @@ from torch import nn
 
 from coreml_delegate import CompileOptions, CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import OptionError
+from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.targets import Opset
-from coreml_delegate.third_party import coremltools
 
 SIZE = 64 * 64
 X = (torch.linspace(-1, 1, 128).reshape(2, 64),)

@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.errors import OptionError
-from coreml_delegate.option_checks import instance, list_of
-from coreml_delegate.targets import ComputeUnit, Opset
-from coreml_delegate.weight_compression import (
+from coreml_delegate.options.checks import instance, list_of
+from coreml_delegate.options.weight_compression import (
     LINEAR_OPTION,
     Stage,
     checked_linear,
@@ -37,7 +36,8 @@ from coreml_delegate.weight_compression import (
     require_target,
     stages_of,
 )
-from coreml_delegate.weight_compression import OPTION as COMPRESSION_KEY
+from coreml_delegate.options.weight_compression import OPTION as COMPRESSION_KEY
+from coreml_delegate.targets import ComputeUnit, Opset
 
 if TYPE_CHECKING:
     from executorch.exir.backend.compile_spec_schema import CompileSpec

@@ -7,7 +7,7 @@ import sys
 
 _LEFT_OUT = """
 import sys
-from coreml_delegate import third_party
+from coreml_delegate.patches import third_party
 
 third_party.leave_out_unused_packages()
 third_party.transformers()

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from coreml_delegate.exported.value_names import Path, usual_keys
 from coreml_delegate.patches.torch import name_container, pytree
-from coreml_delegate.value_names import Path, usual_keys
 
 _CACHES = "transformers.cache_utils"
 _CACHE_SUPPORT = "transformers.integrations.executorch"

@@ -13,13 +13,13 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from coreml_delegate.containers import name_return_types, paths_of, register_containers
 from coreml_delegate.dynamic_shapes.symbols import expression_of
 from coreml_delegate.errors import OptionError
+from coreml_delegate.exported.containers import name_return_types, paths_of, register_containers
+from coreml_delegate.exported.value_names import input_name
+from coreml_delegate.patches.third_party import wrap_errors
 from coreml_delegate.patches.torch import pytree
 from coreml_delegate.patches.torch_ranges import ValueRanges, bound_sympy
-from coreml_delegate.third_party import wrap_errors
-from coreml_delegate.value_names import input_name
 
 _CAPTURE_REMEDIES: Mapping[str, str] = MappingProxyType(
     {

@@ -44,6 +44,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
 
 from coreml_delegate.exported.containers import keys_of
+from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.edits import arguments_of, insert, set_arguments, value_of
 from coreml_delegate.ops.sizes import is_size
 from coreml_delegate.patches.torch import OpOverload, pytree, schema_of, share_memory, with_parts
@@ -297,6 +298,12 @@ def stride_over_bases(program: ExportedProgram) -> ExportedProgram:
     Args:
         program: In ATen dialect; it is not changed.
     """
+    for node in filter(_strides_over_unknown_sizes, program.graph.nodes):
+        _logger.warning(
+            "%s strides over the memory of a view whose sizes are known only when the program runs."
+            " ExecuTorch has the view in row-major memory: the results may differ from PyTorch's",
+            node.name,
+        )
     if not any(map(reads_other_memory, program.graph.nodes)):
         return program
     functional = program.run_decompositions({})  # where no write to a view reaches its base
@@ -321,6 +328,13 @@ def reads_other_memory(node: Node) -> bool:
         return True
     steps = zip(arguments["size"], arguments["stride"], strict=True)
     return (offset or 0) + sum((size - 1) * stride for size, stride in steps) >= view.numel()
+
+
+def _strides_over_unknown_sizes(node: Node) -> bool:
+    if node.target not in _STRIDED:
+        return False
+    view = value_of(arguments_of(node)["self"])
+    return not (_are_static(view.shape) or is_row_major(view))
 
 
 def _stride_over_base(node: Node) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.lowering import Function, lower_unchecked
 from torch import nn
-from torch.export import export
+from torch.export import Dim, export
 
 from coreml_delegate import runtime
 from coreml_delegate.transforms.executorch_gaps import stride_over_bases
@@ -85,3 +85,15 @@ def test_an_input_with_gaps_in_memory_is_warned_of(caplog: pytest.LogCaptureFixt
     program = export(Function(lambda x: x.as_strided((2, 2), (6, 1))), (X[:, :3],))
     stride_over_bases(program)
     assert "memory of inputs_0 that no program has" in caplog.text
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_view_of_unknown_sizes_is_warned_of(
+    transposed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x.t() if transposed else x.sin()).as_strided((2, 2), (1, 4))
+
+    program = export(Function(function), (X,), dynamic_shapes=(({0: Dim("rows", min=2)},),))
+    assert stride_over_bases(program) is program
+    assert ("sizes are known only when the program runs" in caplog.text) is transposed

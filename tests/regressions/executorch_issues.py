@@ -227,7 +227,7 @@ RECORDS = (
         "`op_linear_quantizer_config` failed for a table that is embedding and output layer",
         Here.REPAIRED,
         "the table is quantized as the layer asks, and stored once, for both",
-        held_by="tests/test_weight_compression.py"
+        held_by="tests/options/test_weight_compression.py"
         "::test_a_table_that_is_the_output_layer_too_is_compressed",
     ),
     Regression(
@@ -260,7 +260,7 @@ RECORDS = (
         "`op_linear_quantizer_config` leaves tables of embeddings at full size",
         Here.DELEGATED,
         "as there; `weight_compression` quantizes them too",
-        held_by="tests/test_weight_compression.py::test_a_table_of_embeddings_alone_is_not_quantized",
+        held_by="tests/options/test_weight_compression.py::test_a_table_of_embeddings_alone_is_not_quantized",
     ),
     Regression(
         issues(EXECUTORCH, 22798),

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from regressions.record import COREMLTOOLS, Here, Regression, case, issues, released
 
-_COMPRESSION = "tests/test_weight_compression.py"
+_COMPRESSION = "tests/options/test_weight_compression.py"
 _SQUARE = (w(3, 3), w(3))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from coreml_delegate.scripts import console, interruption
+from coreml_delegate.scripts import console
 
 
 def main() -> int:
@@ -16,15 +16,13 @@ def main() -> int:
     Raises:
         SystemExit: Wrong usage, help or version was asked for, or a signal to terminate arrived.
     """
-    console.open_closed_streams()
-    with interruption.handled():
-        try:
-            from coreml_delegate.scripts import cli
+    return console.until_interrupted(_run)
 
-            return cli.main()
-        except KeyboardInterrupt:
-            console.complain("interrupted")
-            return interruption.INTERRUPTED
+
+def _run() -> int:
+    from coreml_delegate.scripts import cli
+
+    return cli.main()
 
 
 if __name__ == "__main__":

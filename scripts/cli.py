@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from coreml_delegate.errors import MissingKernelError
 from coreml_delegate.patches.third_party import leave_out_unused_packages
-from coreml_delegate.scripts import console, failures, interruption
+from coreml_delegate.scripts import console, failures
 from coreml_delegate.scripts.commands import (
     cache,
     check,
@@ -104,17 +104,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: Wrong usage, help or version was asked for, or a signal to terminate arrived.
     """
-    console.open_closed_streams()
-    with interruption.handled():
-        try:
-            args = _parse(argv)
-            with console.session(args.verbose):
-                return _dispatch(args)
-        except BrokenPipeError:
-            return _stdout_reader_closed()
-        except KeyboardInterrupt:
-            console.complain("interrupted")
-            return interruption.INTERRUPTED
+    return console.until_interrupted(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = _parse(argv)
+        with console.session(args.verbose):
+            return _dispatch(args)
+    except BrokenPipeError:
+        return _stdout_reader_closed()
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -7,11 +7,12 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
 from coreml_delegate.errors import naming
+from coreml_delegate.scripts import interruption
 
 PROGRAM = "coreml-delegate"
 _PACKAGE = "coreml_delegate"
@@ -78,6 +79,21 @@ def note(message: str) -> None:
 def warn(message: str) -> None:
     """Write one line of warning to stderr."""
     _complain("warning", message)
+
+
+def until_interrupted(command: Callable[[], int]) -> int:
+    """Run a command, with streams open and signals handled; return its exit code.
+
+    Raises:
+        SystemExit: A signal to terminate arrived.
+    """
+    open_closed_streams()
+    with interruption.handled():
+        try:
+            return command()
+        except KeyboardInterrupt:
+            complain("interrupted")
+            return interruption.INTERRUPTED
 
 
 def complain(message: str) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir.backend.partitioner import PartitionResult
+from executorch.exir.graph_module import get_control_flow_submodules
 from support.eager_backend import BACKEND_ID, EagerDelegate, EagerTestPartitioner
 from support.gates import needs_compiler
 from support.lowering import fp32_specs
@@ -180,6 +182,40 @@ def test_a_left_out_call_in_a_branch_stays_out_of_core_ml(is_first: bool) -> Non
     *_, first, second, _ = lowered.delegates
     assert [first, second] == [(OURS, (TANH,)), (OURS, (SIN,))]
     assert "aten.addmm.default" in lowered.outside
+    check_runs(lowered.pte, module, x, -x)
+
+
+class BranchPartitioner(EagerTestPartitioner):
+    """Tags single calls in branches too, and notes the lowered ops."""
+
+    def partition(self, exported_program: ExportedProgram) -> PartitionResult:
+        result = super().partition(exported_program)
+        tags = dict(result.partition_tags)
+        for name, branch, _ in get_control_flow_submodules(exported_program.graph_module):
+            for node in branch.graph.nodes:
+                if self.support.is_node_supported({}, node):
+                    node.meta["delegation_tag"] = f"{name}_{node.name}"
+                    tags[f"{name}_{node.name}"] = self.delegation
+        return PartitionResult(exported_program, tags)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_another_backend_took_in_a_branch_stays_as_it_is(is_first: bool) -> None:
+    """The op is kept everywhere, because a call of it at the root is left out."""
+
+    class RootAndBranch(Branches):
+        def __init__(self) -> None:
+            super().__init__()
+            self.root = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.root(x))
+
+    module, (x,) = RootAndBranch().eval(), example(2, 4)
+    both = [ours(skip_ops_for_coreml_delegation=[LINEAR]), BranchPartitioner(LINEAR, whole=True)]
+    lowered = lower(torch.export.export(module, (x,)), *(both if is_first else both[::-1]))
+    assert lowered.delegates.count((BACKEND_ID, (LINEAR,))) == 2
+    assert not {LINEAR, "aten.addmm.default"} & set(lowered.outside)
     check_runs(lowered.pte, module, x, -x)
 
 

@@ -34,9 +34,9 @@ def _search_on_both_paths(name: str) -> None:
 
 
 def test_executorch_searches_backends_by_class_name() -> None:
-    """Of two backends of one name, one path takes the first, the other path the last.
+    """``to_backend`` takes the first backend of a name; the lowering of all methods takes the last.
 
-    Neither path finds a hidden backend.
+    Neither function finds a hidden backend.
     """
     calls: list[str] = []
     backends = [_backend("TwinBackend", calls, label) for label in ("first", "last")]

@@ -46,8 +46,8 @@ mb: Any = _Ops()
 """Emits MIL ops: ``mb.add(x=x, y=y)``."""
 
 
-def number(value: float, like: Var) -> Any:
-    """Return a constant of the dtype of ``like``."""
+def number(value: float | NDArray[Any], like: Var) -> Any:
+    """Return a constant, a number or an array, of the dtype of ``like``."""
     return _NUMPY[like.dtype.__name__](value)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from coreml_delegate.mil.compose import mb
+from coreml_delegate.mil.compose import mb, number
 
 SMALLEST_EPSILON = float(np.finfo(np.float16).smallest_subnormal)
 """fp16 rounds smaller numbers to 0, or to this number."""
@@ -58,25 +58,23 @@ class Norm:
             parameters: ``gamma``, or ``gamma`` and ``beta``, or neither: arrays of ``shape``.
             keywords: ``name`` of the result, ``before_op``: where to insert the ops.
         """
-        from coremltools.converters.mil.mil.types import nptype_from_builtin
-
-        number: Any = nptype_from_builtin(self.x.dtype)
-        rank, width, k = self.x.rank, self.shape[-1], self.operand_scale
+        x = self.x
+        rank, width, k = x.rank, self.shape[-1], self.operand_scale
         order = [*(axis for axis in range(rank) if axis not in self.axes), *self.axes]
         is_last = order == list(range(rank))
         steps: list[tuple[Any, dict[str, Any]]] = []
         if not is_last:  # as in the layer norms of channels that coremltools makes
             steps += [(mb.transpose, {"perm": order})]
         if self.is_centred:
-            steps += [(mb.mul, {"y": number(k)})] if k != 1 else []
+            steps += [(mb.mul, {"y": number(k, x)})] if k != 1 else []
         else:
             steps += [(lambda x, **keywords: mb.concat(values=[x, x], **keywords), {"axis": -1})]
-            steps += [(mb.mul, {"y": np.repeat(np.array([k, -k], number), width)})]
+            steps += [(mb.mul, {"y": number(np.repeat([k, -k], width), x)})]
             parameters = {n: np.concatenate([p, p], axis=-1) for n, p in parameters.items()}
         norm = {
             "axes": list(range(-len(self.axes), 0)),
-            "epsilon": number(self.epsilon * k * k),
-            **{name: np.asarray(value, number) for name, value in parameters.items()},
+            "epsilon": number(self.epsilon * k * k, x),
+            **{name: number(value, x) for name, value in parameters.items()},
         }
         steps += [(mb.layer_norm, norm)]
         if not self.is_centred:
@@ -84,7 +82,7 @@ class Norm:
             steps += [(mb.slice_by_index, {"begin": [0] * rank, **ends})]
         if not is_last:
             steps += [(mb.transpose, {"perm": [order.index(axis) for axis in range(rank)]})]
-        x, inner = self.x, {n: v for n, v in keywords.items() if n != "name"}
+        inner = {n: v for n, v in keywords.items() if n != "name"}
         for op, arguments in steps[:-1]:
             x = op(x=x, **arguments, **inner)
         op, arguments = steps[-1]

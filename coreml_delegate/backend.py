@@ -95,7 +95,8 @@ class _CompileSpecMethods:
             compute_unit: ``coremltools.ComputeUnit`` or our ``ComputeUnit``.
             minimum_deployment_target: ``coremltools.target`` or ``Opset``; None for the oldest
                 target that the model needs.
-            compute_precision: ``coremltools.precision`` or our ``Precision``.
+            compute_precision: ``coremltools.precision`` or our ``Precision``. ``"auto"`` is fp16
+                but for the calls that lose their numbers; see ``CoreMLPartitioner``.
             model_type: ``CoreMLBackend.MODEL_TYPE``.
             op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
                 quantize the weights after conversion, except embedding tables.
@@ -214,7 +215,8 @@ class _CompileSpecMethods:
     def model_compute_precision_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
         """Return the ``coremltools.precision``, ``FLOAT16`` by default."""
         precision = CompileOptions.value_in(compile_specs, "precision")
-        return coremltools().precision(precision.value)
+        is_auto = precision is Precision.AUTO  # fp16, until a partitioner has chosen
+        return coremltools().precision((Precision.FLOAT16 if is_auto else precision).value)
 
     @staticmethod
     def generate_model_type_compile_spec(model_type: Any) -> CompileSpec:
@@ -476,13 +478,15 @@ claim_name()
 
 
 def _member_of(kind: type[enum.Enum], value: Any, keyword: str) -> Any:
-    """Return our enum member for a member of our enum, or of an enum with the same names.
+    """Return our enum member for such a member, its value, or a member of the same name.
 
     Raises:
-        OptionError: The value is no member of either.
+        OptionError: There is no such member.
     """
     if isinstance(value, kind):
         return value
+    if isinstance(value, str) and value in {member.value for member in kind}:
+        return kind(value)
     name = getattr(value, "name", None)
     if isinstance(name, str) and name in kind.__members__ and isinstance(value, enum.Enum):
         return kind[name]

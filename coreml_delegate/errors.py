@@ -108,6 +108,10 @@ class MissingKernelError(LoweringError):
     """A lowered program needs kernels that ExecuTorch's runtime does not have."""
 
 
+class PrecisionError(LoweringError):
+    """fp16 loses numbers of a program, and no choice of fp32 operations restores them."""
+
+
 class ConversionError(LoweringError):
     """coremltools failed to convert a partition that the rules had accepted.
 

@@ -9,9 +9,11 @@ from coreml_delegate.partition.report import (
     Coverage,
     DelegationReport,
     DeviceFinding,
+    LossyCall,
     NodeReport,
     Obstacle,
     PartitionReport,
+    PrecisionReport,
     SourceLine,
 )
 from coreml_delegate.partition.verdicts.filters import do_not_delegate
@@ -22,9 +24,11 @@ __all__ = [
     "Coverage",
     "DelegationReport",
     "DeviceFinding",
+    "LossyCall",
     "NodeReport",
     "Obstacle",
     "PartitionReport",
+    "PrecisionReport",
     "SourceLine",
     "do_not_delegate",
 ]

@@ -12,14 +12,24 @@ from typing import Any, Self, cast
 
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch import nn
+from torch.fx import Node
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.lowering.coremltools_options import check_accepted
 from coreml_delegate.lowering.multifunction import check_target
-from coreml_delegate.options.checks import Check, check_all, flag, function, list_of, positive
+from coreml_delegate.options.checks import (
+    Check,
+    check_all,
+    flag,
+    function,
+    list_of,
+    number,
+    positive,
+)
 from coreml_delegate.options.checks import optional as or_none
-from coreml_delegate.options.compile_options import CompileOptions, WeightSharing
+from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
 from coreml_delegate.partition.verdicts.filters import Filters, NodePredicate
+from coreml_delegate.runtime.precision import MIN_SQNR_DB
 
 _OPERATORS = or_none(list_of("operator names", str))
 _MODULES = or_none(list_of("paths and classes of modules"))
@@ -38,6 +48,8 @@ _CHECKS: Mapping[str, Check] = MappingProxyType(
         "max_partitions": or_none(positive),
         "strict": flag,
         "keep_fp32": _OF_A_NODE,
+        "precision_data": or_none(list_of("samples, each a tuple of arguments", (list, tuple))),
+        "min_sqnr_db": number,
     }
 )
 _FUNCTIONS = ("node_filter", "keep_fp32")
@@ -64,6 +76,8 @@ class PartitionerOptions:
     max_partitions: int | None = None
     strict: bool = False
     keep_fp32: NodePredicate | None = None
+    precision_data: Sequence[Sequence[Any]] | None = None
+    min_sqnr_db: float = MIN_SQNR_DB
 
     def __post_init__(self) -> None:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -72,6 +86,12 @@ class PartitionerOptions:
         self.compiling.check_compression()
         check_accepted(self.compiling)
         _ = self.filters
+        if self.precision_data is not None and not self.measures_precision:
+            raise OptionError(
+                "precision_data is for precision auto",
+                got=f"compute_precision={self.compiling.precision.value}",
+                remedy='Pass generate_compile_specs(compute_precision="auto")',
+            )
         if self.lower_full_graph:
             self._check_full_graph()
         for name, value in values.items():
@@ -92,6 +112,25 @@ class PartitionerOptions:
             skip_modules=self.skip_modules,
             only_modules=self.only_modules,
             node_filter=self.node_filter,
+        )
+
+    @property
+    def measures_precision(self) -> bool:
+        """Whether a measurement decides which calls compute in fp32."""
+        return self.compiling.precision is Precision.AUTO
+
+    def in_fp16(self, in_fp32: Collection[str] = ()) -> Self:
+        """Return the options with fp16 for precision ``auto``, and these calls in fp32."""
+        keep_fp32 = self.keep_fp32
+
+        def is_kept(node: Node) -> bool:
+            return node.name in in_fp32 or (keep_fp32 is not None and keep_fp32(node))
+
+        return replace(
+            self,
+            compile_specs=replace(self.compiling, precision=Precision.FLOAT16).to_specs(),
+            keep_fp32=is_kept if in_fp32 else keep_fp32,
+            precision_data=None,
         )
 
     @property

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
 from coreml_delegate.backend import CoreMLBackend, claim_name
-from coreml_delegate.errors import ProgramError
+from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.exported.module_scope import Scope, scopes_of
 from coreml_delegate.lowering.delegation_tags import remove_tags
 from coreml_delegate.lowering.store import CachedBlob, Outcome
@@ -28,10 +28,12 @@ from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.partition.branches import add_branch, branches_of
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.partitioning import Partitioning, transform
-from coreml_delegate.partition.report import DelegationReport, NodeReport
+from coreml_delegate.partition.precision import choose_fp32_calls, interface_of, samples_for
+from coreml_delegate.partition.report import DelegationReport, NodeReport, PrecisionReport
 from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
 from coreml_delegate.partition.verdicts.filters import ExcludedCalls, NodePredicate
 from coreml_delegate.patches.torch import OpOverload
+from coreml_delegate.runtime.precision import MIN_SQNR_DB
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class _Notes:
         preserved: The ops that ExecuTorch was asked not to decompose.
         answer: The latest program in ATen dialect, and the ops to preserve in it.
         blobs: ``CoreMLBackend.preprocess`` finds these blobs while they are referenced.
+        precision: By ``interface_of`` the program, the chosen calls of precision ``auto``.
         outcomes: By number of the report and delegation tag. Whether partitions share weights is
             known only when all methods are lowered.
     """
@@ -71,6 +74,9 @@ class _Notes:
     preserved: set[OpOverload] = field(default_factory=set[OpOverload])
     answer: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
     blobs: list[CachedBlob] = field(default_factory=list[CachedBlob])
+    precision: dict[tuple[str, ...], PrecisionReport] = field(
+        default_factory=dict[tuple[str, ...], PrecisionReport]
+    )
     outcomes: dict[int, Mapping[str, Outcome]] = field(
         default_factory=dict[int, Mapping[str, Outcome]]
     )
@@ -79,6 +85,10 @@ class _Notes:
         """Note the modules of the calls of a program."""
         for node in program.graph.nodes:
             self.modules.update(scopes_of(node))
+
+    def precision_of(self, program: ExportedProgram) -> PrecisionReport | None:
+        """Return the choice for a program; None for branches, and before there is any."""
+        return self.precision.get(interface_of(program))
 
     def keep(self, blobs: Iterable[CachedBlob]) -> None:
         """Reference blobs until they are taken, and no longer: they have weights."""
@@ -113,6 +123,11 @@ class CoreMLPartitioner(Partitioner):
         strict: Raise if any call stays on the CPU, for any reason.
         keep_fp32: Called with every delegated call, in edge dialect; true keeps it in fp32 if the
             compile specs demand fp16. Compile specs can name such calls too.
+        precision_data: With ``compute_precision="auto"``, the inputs to measure with: a list of
+            samples, each a tuple of the arguments of a call. None for the example inputs of
+            ``torch.export``.
+        min_sqnr_db: With ``compute_precision="auto"``, the ratio of signal to error in dB that
+            every floating-point output has to reach; integers and booleans have to be equal.
 
     Raises:
         OptionError: A value of the wrong type; an unknown op, compile spec, graph pass or MIL op;
@@ -135,6 +150,8 @@ class CoreMLPartitioner(Partitioner):
         max_partitions: int | None = None,
         strict: bool = False,
         keep_fp32: NodePredicate | None = None,
+        precision_data: Sequence[Sequence[Any]] | None = None,
+        min_sqnr_db: float = MIN_SQNR_DB,
     ) -> None:
         super().__init__()
         self._options = PartitionerOptions(
@@ -151,6 +168,8 @@ class CoreMLPartitioner(Partitioner):
             max_partitions=max_partitions,
             strict=strict,
             keep_fp32=keep_fp32,
+            precision_data=precision_data,
+            min_sqnr_db=min_sqnr_db,
         )
         # Canonical and complete, so that a .pte records all options.
         self.delegation_spec = _delegation(self.options)
@@ -267,6 +286,12 @@ class CoreMLPartitioner(Partitioner):
             The compile options and the cached blobs of partitions, by tag.
         """
         if not self._notes.has_seen_aten:
+            if self._options.measures_precision:
+                raise OptionError(
+                    "precision auto needs the program before it is decomposed",
+                    got="to_edge() and to_backend()",
+                    remedy="Lower with to_edge_transform_and_lower",
+                )
             logger.warning(_DECOMPOSED)
         self._notes.note_modules(program)
         self._options.filters.check_patterns(self._notes.modules)
@@ -281,6 +306,9 @@ class CoreMLPartitioner(Partitioner):
                 report = add_branch(report, branch_report, path, call)
                 options_by_tag.update(partitioning.compile_options)
                 blobs.update(partitioning.blobs)
+        if self._options.measures_precision:
+            report = replace(report, precision=self._notes.precision_of(program))
+            _warn_of_precision(report)
         self._notes.keep(blobs.values())
         self._reports.append(report)
         if self._options.demands_everything:
@@ -293,9 +321,31 @@ class CoreMLPartitioner(Partitioner):
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """Return the program in fp32, with plain tensors and containers, without assertions.
 
-        See the modules of ``transforms``.
+        See the modules of ``transforms``. With precision ``auto``, the calls that have to compute
+        in fp32 are chosen here: the program still has the values of its weights.
         """
-        return transform(exported_program, self._options)
+        transformed = transform(exported_program, self._options)
+        if self._options.measures_precision:
+            choice = self._choose_precision(exported_program)
+            self._notes.precision[interface_of(transformed)] = choice
+        return transformed
+
+    def _choose_precision(self, program: ExportedProgram) -> PrecisionReport:
+        options = self._options
+
+        def lower(in_fp32: frozenset[str]) -> tuple[bytes, DelegationReport]:
+            partitioner = CoreMLPartitioner()
+            partitioner._options = options.in_fp16(in_fp32)
+            edge = to_edge_transform_and_lower(
+                program,
+                partitioner=[partitioner],
+                compile_config=EdgeCompileConfig(_check_ir_validity=False),
+            )
+            return bytes(edge.to_executorch().buffer), partitioner.report
+
+        samples = samples_for(program, options.precision_data)
+        with torch.no_grad():
+            return choose_fp32_calls(lower, samples, options.min_sqnr_db)
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -320,7 +370,11 @@ class CoreMLPartitioner(Partitioner):
         return sorted(notes.answer[1], key=str), None
 
     def _partitioning(self, program: ExportedProgram) -> Partitioning:
-        return Partitioning(program, self._options, self._notes.wide, self._notes.excluded)
+        options = self._options
+        if options.measures_precision:
+            choice = self._notes.precision_of(program)
+            options = options.in_fp16(frozenset() if choice is None else choice.in_fp32)
+        return Partitioning(program, options, self._notes.wide, self._notes.excluded)
 
 
 class _Planner(CoreMLPartitioner):
@@ -328,6 +382,7 @@ class _Planner(CoreMLPartitioner):
 
     def __init__(self, options: PartitionerOptions, notes: _Notes) -> None:
         Partitioner.__init__(self)
+        options = options.in_fp16() if options.measures_precision else options
         self._options = replace(options, lower_full_graph=False, strict=False)
         self._reports = []
         self._notes = notes
@@ -346,6 +401,16 @@ class _Planner(CoreMLPartitioner):
 
 def _delegation(options: CompileOptions) -> DelegationSpec:
     return DelegationSpec(CoreMLBackend.__name__, options.to_specs())
+
+
+def _warn_of_precision(report: DelegationReport) -> None:
+    precision = report.precision
+    if precision is not None and not precision.is_reached:
+        logger.warning(
+            "the outputs reach %.1f dB of %g dB; the report lists the operations that lose most",
+            precision.after_db,
+            precision.target_db,
+        )
 
 
 def _warn_of_missing_kernels(report: DelegationReport) -> None:

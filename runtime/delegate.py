@@ -25,7 +25,7 @@ from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.input_shapes import InputShapes
-from coreml_delegate.runtime.engines.reference import REFERENCE
+from coreml_delegate.runtime.engines.reference import REFERENCE, Listener
 from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
 from coreml_delegate.runtime.mil.program import Function, Program
 from coreml_delegate.runtime.mil.reader import read_files
@@ -160,6 +160,11 @@ class CoreMLDelegate:
             min_sqnr_db: See ``Model.diagnose``.
         """
         return self.model.diagnose(self._arrays(inputs), self._state, min_sqnr_db=min_sqnr_db)
+
+    def trace(self, inputs: Sequence[torch.Tensor], listener: Listener) -> list[torch.Tensor]:
+        """Run once on the reference engine without a change of the state; see ``Model.trace``."""
+        results = self.model.trace(self._arrays(inputs), listener, self._state)
+        return [torch.from_numpy(results[name]) for name in self._outputs]
 
     def _checked_arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         arrays = self._arrays(inputs)

@@ -311,11 +311,25 @@ class Model:
             block=replace(self.function.block, outputs=names),
             classifier=None,
         )
+        return self._with_function(function, self.engine_name)
+
+    def with_function(self, function: Function) -> Model:
+        """Return a model of the reference engine with another function of the same interface.
+
+        Args:
+            function: A function of the same name.
+
+        Raises:
+            CoreMLDelegateError: See ``compile_function``.
+        """
+        return self._with_function(function, REFERENCE.name)
+
+    def _with_function(self, function: Function, engine: str) -> Model:
         functions = {**self.program.functions, function.name: function}
         return Model(
             replace(self.program, functions=functions),
             function_name=function.name,
-            engine=self.engine_name,
+            engine=engine,
             options=replace(self._options, profiling=False),
         )
 

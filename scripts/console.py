@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
 from coreml_delegate.errors import naming
+from coreml_delegate.formats.json_text import to_json
 from coreml_delegate.scripts import interruption
 
 PROGRAM = "coreml-delegate"
@@ -63,12 +63,12 @@ def write_json(document: Any) -> None:
 
 def as_json(document: Any) -> str:
     """Return ``document`` as JSON, with inf and nan as strings."""
-    return json.dumps(_finite(document), indent=2, allow_nan=False)
+    return to_json(document, indent=2)
 
 
 def as_json_line(document: Any) -> str:
     """Return ``document`` as JSON in one line, with inf and nan as strings."""
-    return json.dumps(_finite(document), allow_nan=False)
+    return to_json(document)
 
 
 def note(message: str) -> None:
@@ -197,13 +197,3 @@ def _quiet_torch(*, enabled: bool) -> Generator[None]:
 
 def _complain(kind: str, message: str) -> None:
     sys.stderr.write(f"{PROGRAM}: {kind}: {' '.join(message.split())}\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return str(value)
-    return value

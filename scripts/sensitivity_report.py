@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coreml_delegate.formats.html_pages import page_template
+from coreml_delegate.partition.report.table import decibels
 from coreml_delegate.quantization import QuantizationAssignment
 from coreml_delegate.quantization.sensitivity import Sensitivity
 from coreml_delegate.scripts import console
@@ -39,17 +40,17 @@ def to_table(sensitivity: Sensitivity) -> str:
     rows: list[tuple[str, ...]] = [("layer", "kind", "weights", "SQNR alone", "suggested")]
     for layer in sensitivity.layers:
         suggested = _suggested(sensitivity, layer.path)
-        alone = format_decibels(layer.sqnr_db)
+        alone = decibels(layer.sqnr_db)
         rows.append((layer.path, layer.kind, str(layer.weights), alone, suggested))
     uniform = QuantizationAssignment(sensitivity.mode)
     relieved = len(sensitivity.suggestion.modules)
     return "\n".join(
         (
             console.columns(rows),
-            f"all by {sensitivity.mode.name}: {format_decibels(sensitivity.uniform_db)}, "
+            f"all by {sensitivity.mode.name}: {decibels(sensitivity.uniform_db)}, "
             f"{sensitivity.bits(uniform):.2f} bits per weight",
             f"suggested, {relieved} of {len(sensitivity.layers)} layers in other modes: "
-            f"{format_decibels(sensitivity.suggested_db)}, "
+            f"{decibels(sensitivity.suggested_db)}, "
             f"{sensitivity.bits(sensitivity.suggestion):.2f} bits per weight",
         )
     )
@@ -105,10 +106,10 @@ def to_png(sensitivity: Sensitivity) -> bytes:
 def _heading(pen: _Pen, sensitivity: Sensitivity) -> None:
     title = f"SQNR with one layer quantized by {sensitivity.mode.name}"
     facts = (
-        f"all: {format_decibels(sensitivity.uniform_db)}   "
+        f"all: {decibels(sensitivity.uniform_db)}   "
         f"suggested, {len(sensitivity.suggestion.modules)} layers in other modes: "
-        f"{format_decibels(sensitivity.suggested_db)}   "
-        f"line: {format_decibels(sensitivity.target_db)}"
+        f"{decibels(sensitivity.suggested_db)}   "
+        f"line: {decibels(sensitivity.target_db)}"
     )
     pen.text(_MARGIN, 16, title, _INK, "lm", size=15)
     pen.text(_MARGIN, 38, facts, _SOFT, "lm")
@@ -188,7 +189,7 @@ def _chart(sensitivity: Sensitivity) -> _Chart:
         _Bar(
             label=_shorten(layer.path),
             path=layer.path,
-            value=format_decibels(layer.sqnr_db),
+            value=decibels(layer.sqnr_db),
             length=position(layer.sqnr_db),
             relieved=layer.path in sensitivity.suggestion.modules,
             suggested=_suggested(sensitivity, layer.path),
@@ -206,14 +207,9 @@ def _shorten(path: str) -> str:
     return path if len(path) <= _LETTERS else f"…{path[1 - _LETTERS :]}"
 
 
-def format_decibels(value: float) -> str:
-    """Return an SQNR for a reader."""
-    return "equal" if value == float("inf") else f"{value:.1f} dB"
-
-
 @functools.cache
 def _template() -> Any:
-    return page_template("coreml_delegate.scripts", _TEMPLATE, decibels=format_decibels)
+    return page_template("coreml_delegate.scripts", _TEMPLATE, decibels=decibels)
 
 
 def _suggested(sensitivity: Sensitivity, path: str) -> str:

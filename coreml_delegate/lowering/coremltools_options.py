@@ -51,8 +51,13 @@ def convert_keywords(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) 
         in_fp32: Debug handles of the calls that stay in fp32.
 
     Raises:
-        OptionError: Coremltools does not know a graph pass or MIL op.
+        OptionError: Coremltools does not know a graph pass or MIL op; or precision is ``auto``.
     """
+    if options.precision is Precision.AUTO:
+        raise OptionError(
+            "precision auto is chosen by CoreMLPartitioner, from example inputs",
+            remedy="Lower with to_edge_transform_and_lower and CoreMLPartitioner",
+        )
     target = options.deployment_target
     return {
         "source": "pytorch",
@@ -69,8 +74,9 @@ def convert_keywords(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) 
 def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any:
     """Return coremltools' precision, or its fp16 transform if ops stay in fp32."""
     keep = options.keep_fp32
-    if options.precision is not Precision.FLOAT16 or not (keep.ops or in_fp32):
-        return ct.precision(options.precision.value)
+    is_fp32 = options.precision is Precision.FLOAT32
+    if is_fp32 or not (keep.ops or in_fp32):
+        return ct.precision.FLOAT32 if is_fp32 else ct.precision.FLOAT16
     from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
 
     core_ops = SSAOpRegistry.core_ops

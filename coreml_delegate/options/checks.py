@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
@@ -54,6 +55,13 @@ def positive(name: str, value: Any) -> None:
     integer(name, value)
     if value < 1:
         raise refused(name, "must be positive", value)
+
+
+def number(name: str, value: Any) -> None:
+    """Check that the value is a finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise refused(name, "must be a finite number", value)
 
 
 def function(of: str) -> Check:

@@ -4,7 +4,7 @@ Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
 
     compute_units               cpu_only | cpu_and_gpu | cpu_and_ne | all   (read on device)
     min_deployment_target       specification version as decimal, empty for none
-    model_compute_precision     float16 | float32
+    model_compute_precision     float16 | float32 (auto until a partitioner has chosen)
     model_type                  model | compiled_model
     enumerated_shapes           JSON list, see ``shapes`` (optional)
     op_linear_quantizer_config  JSON object (optional)
@@ -44,10 +44,15 @@ if TYPE_CHECKING:
 
 
 class Precision(enum.Enum):
-    """The floating-point type that Core ML computes in, independent of the PyTorch model's."""
+    """The floating-point type that Core ML computes in, independent of the PyTorch model's.
+
+    ``AUTO`` is fp16, with fp32 for the calls that need it on example inputs. ``CoreMLPartitioner``
+    replaces it: a ``.pte`` has fp16, and the names of these calls in ``keep_fp32``.
+    """
 
     FLOAT16 = "float16"
     FLOAT32 = "float32"
+    AUTO = "auto"
 
 
 class ModelType(enum.Enum):

@@ -6,9 +6,11 @@ from coreml_delegate.partition.report.records import (
     BufferReport,
     Coverage,
     DeviceFinding,
+    LossyCall,
     NodeReport,
     Obstacle,
     PartitionReport,
+    PrecisionReport,
     SourceLine,
 )
 
@@ -17,9 +19,11 @@ __all__ = [
     "Coverage",
     "DelegationReport",
     "DeviceFinding",
+    "LossyCall",
     "NodeReport",
     "Obstacle",
     "PartitionReport",
+    "PrecisionReport",
     "SourceLine",
     "describe",
 ]

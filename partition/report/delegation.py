@@ -10,6 +10,7 @@
     obstacles       list of Obstacle, most rewarding first; code beside its fields
     buffers         list of BufferReport, one for each mutable buffer
     folds           list of FoldReport
+    precision       PrecisionReport, with before_db, after_db, is_reached and share, or null
     nodes           list of NodeReport in graph order; delegated beside its fields
 
 Sizes are in bytes. Reasons have code, text, remedy and issue.
@@ -17,20 +18,31 @@ Sizes are in bytes. Reasons have code, text, remedy and issue.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from coreml_delegate.errors import LoweringError, MissingKernelError, UnsupportedOperatorError
+from coreml_delegate.errors import (
+    LoweringError,
+    MissingKernelError,
+    PrecisionError,
+    UnsupportedOperatorError,
+)
+from coreml_delegate.formats.json_text import to_json
 from coreml_delegate.lowering.store import Sharing
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import GETITEM
 from coreml_delegate.partition.report.page import to_html
-from coreml_delegate.partition.report.records import Coverage, DeviceFinding, ProgramRecord
+from coreml_delegate.partition.report.records import (
+    Coverage,
+    DeviceFinding,
+    PrecisionReport,
+    ProgramRecord,
+)
 from coreml_delegate.partition.report.table import to_table
 
 SCHEMA_VERSION = 1
+_BLAMED = 3  # operations in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,29 @@ class DelegationReport(ProgramRecord):
                 remedy="If the app registers kernels for them, pass --allow-missing-kernels",
             )
 
+    def require_precision(self) -> None:
+        """Check that the measured outputs reach their ratio of signal to error.
+
+        Raises:
+            PrecisionError: They miss it; lists the operations that lose most.
+        """
+        precision = self.precision
+        if precision is None or precision.is_reached:
+            return
+        worst = sorted(precision.lossy, key=lambda call: call.sqnr_db)[:_BLAMED]
+        blamed = "; ".join(
+            f"{call.operation} {', '.join(call.nodes)}{f' at {call.place}' if call.place else ''}: "
+            f"{call.fp16:.4g} in fp16, {call.fp32:.4g} in fp32"
+            for call in worst
+        )
+        raise PrecisionError(
+            f"the outputs reach {precision.after_db:.1f} dB, with "
+            f"{len(precision.in_fp32) or 'all'} operations in fp32",
+            got=blamed or "no operation loses its numbers on its own",
+            expected=f"at least {precision.target_db:g} dB",
+            remedy="Lower in fp32, take a smaller --min-sqnr, or write the program with --force",
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
         return {
@@ -117,12 +152,13 @@ class DelegationReport(ProgramRecord):
             "obstacles": [asdict(o) | {"code": o.code} for o in self.obstacles],
             "buffers": [asdict(b) for b in self.buffers],
             "folds": [asdict(f) for f in self.folds],
+            "precision": None if self.precision is None else _precision(self.precision),
             "nodes": [asdict(n) | {"delegated": n.delegated} for n in self.nodes],
         }
 
     def to_json(self) -> str:
         """Return the report as JSON; equal reports give equal text."""
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+        return to_json(self.to_dict(), indent=2, sort_keys=True)
 
     def to_table(self) -> str:
         """Return the report for a terminal: a summary, partitions by op, then every obstacle."""
@@ -145,6 +181,11 @@ class DelegationReport(ProgramRecord):
 
     def __str__(self) -> str:
         return self.to_table()
+
+
+def _precision(precision: PrecisionReport) -> dict[str, Any]:
+    derived = ("before_db", "after_db", "is_reached", "share")
+    return asdict(precision) | {name: getattr(precision, name) for name in derived}
 
 
 def _coverage(coverage: Coverage) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from coreml_delegate.partition.report.drawing import (
     sections,
 )
 from coreml_delegate.partition.report.records import DeviceFinding, NodeReport, ProgramRecord
-from coreml_delegate.partition.report.table import quantity
+from coreml_delegate.partition.report.table import decibels, quantity
 
 _TEMPLATE = "page.html.j2"
 _MAX_UNDIVIDED = 300  # nodes up to which the graph is one picture
@@ -95,7 +95,7 @@ def to_html(
 @functools.cache
 def _template() -> Any:
     package = "coreml_delegate.partition.report"
-    return page_template(package, _TEMPLATE, quantity=quantity, label=_truncate)
+    return page_template(package, _TEMPLATE, quantity=quantity, decibels=decibels, label=_truncate)
 
 
 def _truncate(text: str) -> str:

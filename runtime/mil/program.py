@@ -135,8 +135,8 @@ class Ref:
     name: str
 
 
-# Ops that read and write values in the dtype of a state.
-_STATE_OPS = frozenset({"read_state", "write_state", "coreml_update_state"})
+STATE_OPS = frozenset({"read_state", "write_state", "coreml_update_state"})
+"""Ops that read and write values in the dtype of a state."""
 
 Binding: TypeAlias = Ref | Constant
 """One element of an argument: a name in scope, or a literal."""
@@ -289,7 +289,7 @@ class Function:
         read = {
             binding.name
             for op in ops
-            if op.type not in _STATE_OPS
+            if op.type not in STATE_OPS
             for bindings in op.inputs.values()
             for binding in bindings
             if isinstance(binding, Ref)
@@ -297,7 +297,7 @@ class Function:
         return Counter(
             output.type.dtype
             for op in ops
-            if not op.type.startswith("const") and op.type not in _STATE_OPS
+            if not op.type.startswith("const") and op.type not in STATE_OPS
             for output in op.outputs
             if isinstance(output.type, TensorType) and output.type.dtype.is_float
             if op.type != "cast" or output.name in read

@@ -38,14 +38,21 @@ from coreml_delegate.runtime.engines.reference.values import (
     widen_tensor,
 )
 from coreml_delegate.runtime.mil.location import located_ops
-from coreml_delegate.runtime.mil.program import Binding, Block, Constant, Function, Op, Ref
+from coreml_delegate.runtime.mil.program import (
+    STATE_OPS,
+    Binding,
+    Block,
+    Constant,
+    Function,
+    Op,
+    Ref,
+)
 from coreml_delegate.targets import Opset
 
 _CONST = "const"
 _CONSTEXPR = "constexpr_"
 _CONTROL_FLOW = {"cond", "while_loop"}
-_STATE = {"read_state", "write_state", "coreml_update_state"}
-STRUCTURAL = _CONTROL_FLOW | _STATE | {_CONST}
+STRUCTURAL = _CONTROL_FLOW | STATE_OPS | {_CONST}
 """Op types that the interpreter executes without a kernel."""
 
 

@@ -1,0 +1,217 @@
+"""Programs in fp16 of which some ops compute in fp32, with the casts that coremltools inserts.
+
+The ops of the outermost block are chosen one by one, by the name of their first output. Constants
+of a chosen op have the values from before the cast to fp16, if the model stores them. Between two
+chosen ops values stay in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from coreml_delegate.runtime.mil.dtypes import DType
+from coreml_delegate.runtime.mil.program import (
+    STATE_OPS,
+    Binding,
+    Constant,
+    Function,
+    NamedType,
+    Op,
+    Ref,
+    TensorType,
+    ValueType,
+)
+from coreml_delegate.runtime.mil.widening import Widening
+
+_WIDER = {DType.FP16: DType.FP32}
+_STRING = TensorType(DType.STRING, ())
+# No name of MIL has a colon.
+_WIDE, _NARROW = ":fp32", ":fp16"
+
+
+def in_fp32(name: str) -> str:
+    """Return the name of the fp32 value of an op that computes in fp32; see ``mix_precision``."""
+    return name + _WIDE
+
+
+def in_fp16(name: str) -> str:
+    """Return the name of the value that ``compare_precisions`` computes in fp16."""
+    return name + _NARROW
+
+
+def fp16_ops(function: Function) -> list[Op]:
+    """Return the ops that read or return fp16 and can compute in fp32, in order.
+
+    Constants, compressed weights, accesses of states and control flow are not among them, nor casts
+    between floating-point types.
+    """
+    types = _types(function)
+    return [
+        op
+        for op in function.block.ops
+        if op.outputs
+        and not (op.type.startswith("const") or op.type in STATE_OPS or op.blocks)
+        and all(isinstance(output.type, TensorType) for output in op.outputs)
+        and not _casts_floats(op, types)
+        and any(
+            _dtype(declared) is DType.FP16
+            for declared in (*(o.type for o in op.outputs), *_operand_types(op, types))
+        )
+    ]
+
+
+def float_casts(function: Function) -> list[Op]:
+    """Return the casts between floating-point types; see ``fp16_ops``."""
+    types = _types(function)
+    return [op for op in function.block.ops if _casts_floats(op, types)]
+
+
+def mix_precision(function: Function, chosen: Collection[str]) -> Function:
+    """Return a function in which chosen ops compute in fp32.
+
+    Args:
+        function: A function in fp16.
+        chosen: Names of the first outputs of ops; see ``fp16_ops``.
+
+    Returns:
+        A function with the same inputs, outputs and states. A value ``y`` of a chosen op is also
+        there in fp32, as ``in_fp32("y")``.
+    """
+    return _Mixer(function, chosen, with_twins=False).mix()
+
+
+def compare_precisions(function: Function) -> Function:
+    """Return a function that computes every op in fp32, and once more in fp16.
+
+    In fp16 an op reads the fp32 values of its operands, rounded; so the difference of both values
+    is the error of this op and of its operands, without the errors of earlier ops. The values are
+    ``in_fp32("y")`` and ``in_fp16("y")``.
+    """
+    names = [op.outputs[0].name for op in fp16_ops(function)]
+    return _Mixer(function, names, with_twins=True).mix()
+
+
+def _dtype(declared: ValueType | None) -> DType | None:
+    return declared.dtype if isinstance(declared, TensorType) else None
+
+
+def _types(function: Function) -> dict[str, ValueType]:
+    types = {param.name: param.type for param in function.params}
+    for op in function.block.ops:
+        types.update((output.name, output.type) for output in op.outputs)
+    return types
+
+
+def _casts_floats(op: Op, types: Mapping[str, ValueType]) -> bool:
+    """Whether an op only casts between floating-point types."""
+    if op.type != "cast":
+        return False
+    ends = _dtype(types.get(_source(op))), _dtype(op.outputs[0].type)
+    return all(dtype is not None and dtype.is_float for dtype in ends)
+
+
+def _source(op: Op) -> str:
+    """Return the name of the value that a cast reads."""
+    source = op.inputs["x"][0]
+    return source.name if isinstance(source, Ref) else ""
+
+
+def _operand_types(op: Op, types: Mapping[str, ValueType]) -> list[ValueType | None]:
+    bindings = [binding for bound in op.inputs.values() for binding in bound]
+    return [types.get(b.name) if isinstance(b, Ref) else b.type for b in bindings]
+
+
+class _Mixer:
+    """Builds the block of a mixed function, op by op.
+
+    ``_wide`` has the most exact fp32 value of every narrow value; ``_computed`` the narrow values
+    that chosen ops compute.
+    """
+
+    def __init__(self, function: Function, chosen: Collection[str], *, with_twins: bool) -> None:
+        self._function = function
+        self._chosen = frozenset(chosen)
+        self._with_twins = with_twins
+        self._widening = Widening(_WIDER, function.fp32_constants or {})
+        self._types = _types(function)
+        self._constants: dict[str, Op] = {}
+        self._wide: dict[str, str] = {}
+        self._computed: set[str] = set()
+        self._ops: list[Op] = []
+
+    def mix(self) -> Function:
+        for op in self._function.block.ops:
+            if op.type == "const":
+                self._constants[op.outputs[0].name] = op
+                self._ops.append(op)
+            elif _casts_floats(op, self._types):
+                self._add_cast(op)
+            elif op.outputs and op.outputs[0].name in self._chosen:
+                self._add_wide(op)
+            else:
+                self._ops.append(op)
+        return replace(self._function, block=replace(self._function.block, ops=tuple(self._ops)))
+
+    def _add_cast(self, op: Op) -> None:
+        """Add a cast between floating-point types; chosen ops read what it reads."""
+        source, result = _source(op), op.outputs[0]
+        wide = self._wide.get(source)
+        if source in self._computed and _dtype(result.type) is DType.FP32 and wide is not None:
+            op = replace(op, inputs={**op.inputs, "x": (Ref(wide),)})
+        self._ops.append(op)
+        if wide is not None:
+            self._wide[result.name] = wide
+        elif _dtype(self._types.get(source)) is DType.FP32:
+            self._wide[result.name] = source
+
+    def _add_wide(self, op: Op) -> None:
+        """Add a chosen op in fp32, casts of its results to fp16, and the op in fp16."""
+        outputs = [
+            replace(o, name=in_fp32(o.name)) if _dtype(o.type) is DType.FP16 else o
+            for o in op.outputs
+        ]
+        inputs = {
+            name: tuple(map(self._wide_operand, bindings)) for name, bindings in op.inputs.items()
+        }
+        wide_outputs = tuple(map(self._widening.named, outputs))
+        self._ops.append(replace(op, inputs=inputs, outputs=wide_outputs))
+        for output, wide in zip(op.outputs, outputs, strict=True):
+            if wide is not output:
+                self._ops.append(_cast(wide.name, output))
+                self._wide[output.name] = wide.name
+                self._computed.add(output.name)
+        if self._with_twins:
+            twins = tuple(replace(output, name=in_fp16(output.name)) for output in op.outputs)
+            self._ops.append(replace(op, outputs=twins))
+
+    def _wide_operand(self, binding: Binding) -> Binding:
+        if isinstance(binding, Constant):
+            return self._widening.binding(binding)
+        name = binding.name
+        if name not in self._wide:
+            self._wide[name] = self._widen(name)
+        return Ref(self._wide[name])
+
+    def _widen(self, name: str) -> str:
+        """Return the name of a value in fp32, which is added; the name itself of other values."""
+        if name in self._constants:
+            constant = self._widening.op(self._constants[name])
+            is_unchanged = constant.attributes == self._constants[name].attributes
+            if is_unchanged:
+                return name
+            output = replace(constant.outputs[0], name=in_fp32(name))
+            self._ops.append(replace(constant, outputs=(output,)))
+            return output.name
+        if _dtype(self._types.get(name)) is not DType.FP16:
+            return name
+        wide = self._widening.named(NamedType(in_fp32(name), self._types[name]))
+        self._ops.append(_cast(name, wide))
+        return wide.name
+
+
+def _cast(source: str, result: NamedType) -> Op:
+    dtype = _dtype(result.type)
+    label = "" if dtype is None else dtype.label
+    inputs = {"x": (Ref(source),), "dtype": (Constant(_STRING, label),)}
+    return Op("cast", inputs, (result,))

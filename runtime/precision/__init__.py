@@ -1,0 +1,17 @@
+"""Which operations of a program in fp16 have to compute in fp32, by measurement."""
+
+from coreml_delegate.runtime.precision.islands import (
+    MIN_SQNR_DB,
+    Operation,
+    PrecisionMeasurement,
+    measure_method,
+    measure_model,
+)
+
+__all__ = [
+    "MIN_SQNR_DB",
+    "Operation",
+    "PrecisionMeasurement",
+    "measure_method",
+    "measure_model",
+]

@@ -11,7 +11,6 @@ Source: coremltools 9.0, ``MLModel.save``; ExecuTorch 1.5, ``ModelDebugInfo`` of
 from __future__ import annotations
 
 import copy
-import enum
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.export import ExportedProgram
 
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.dynamic_shapes.enumerated_inputs import enumerate_inputs
-from coreml_delegate.errors import ContractError, LoweringError, OptionError
+from coreml_delegate.errors import ContractError, LoweringError
 from coreml_delegate.formats.blob_layout import (
     DEBUG_INFO,
     METADATA,
@@ -46,20 +45,18 @@ from coreml_delegate.lowering.coremltools_options import (
 )
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.lowering.multifunction import lower_methods
-from coreml_delegate.options.checks import instance, list_of, optional
+from coreml_delegate.options.checks import instance, member
 from coreml_delegate.options.compile_options import (
     CompileOptions,
-    ComputeUnit,
-    KeepFp32,
     ModelType,
     Precision,
     WeightSharing,
     is_own,
 )
-from coreml_delegate.options.weight_compression import Stage, checked_linear, stages_of
+from coreml_delegate.options.declaration import takes
 from coreml_delegate.patches.executorch import hide_from_search
 from coreml_delegate.patches.third_party import coremltools
-from coreml_delegate.targets import STATE_OPSET, Opset
+from coreml_delegate.targets import STATE_OPSET
 
 _Item = TypeVar("_Item")
 
@@ -78,51 +75,17 @@ class _CompileSpecMethods:
     MODEL_TYPE = ModelType
     MULTIMETHOD_WEIGHT_SHARING_STRATEGY = WeightSharing
 
-    @staticmethod
-    def generate_compile_specs(
-        compute_unit: Any = ComputeUnit.ALL,
-        minimum_deployment_target: Any = None,
-        compute_precision: Any = Precision.FLOAT16,
-        model_type: Any = ModelType.MODEL,
-        op_linear_quantizer_config: Mapping[str, Any] | None = None,
-        pass_names: Sequence[str] | None = None,
-        keep_fp32: Mapping[str, Sequence[str]] | None = None,
-        weight_compression: Stage | Sequence[Stage] | None = None,
-    ) -> list[CompileSpec]:
+    @classmethod
+    @takes(CompileOptions.from_keywords, CompileOptions)
+    def generate_compile_specs(cls, options: CompileOptions) -> list[CompileSpec]:
         """Return the compile specs for ``CoreMLPartitioner`` or ``to_backend``.
 
         Args:
-            compute_unit: ``coremltools.ComputeUnit`` or our ``ComputeUnit``.
-            minimum_deployment_target: ``coremltools.target`` or ``Opset``; None for the oldest
-                target that the model needs.
-            compute_precision: ``coremltools.precision`` or our ``Precision``. ``"auto"`` is fp16
-                but for the calls that lose their numbers; see ``CoreMLPartitioner``.
-            model_type: ``CoreMLBackend.MODEL_TYPE``.
-            op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
-                quantize the weights after conversion, except embedding tables.
-            pass_names: Graph passes of coremltools to run instead of its default pipeline.
-            keep_fp32: Parts of an fp16 model that compute in fp32: types of MIL ops under
-                ``"ops"``, paths or class names of modules under ``"modules"``; see ``KeepFp32``.
-            weight_compression: Compression of the weights after conversion, by quantization,
-                palettization or pruning: a dictionary for coremltools'
-                ``OptimizationConfig.from_dict``, or a list of dictionaries to apply in turn.
+            options: See ``CompileOptions``.
 
         Raises:
             OptionError: A value is not accepted.
         """
-        optional(list_of("names of graph passes", str))("pass_names", pass_names)
-        options = CompileOptions(
-            compute_unit=_member_of(ComputeUnit, compute_unit, "compute_unit"),
-            deployment_target=_target(minimum_deployment_target),
-            precision=_member_of(Precision, compute_precision, "compute_precision"),
-            model_type=_member_of(ModelType, model_type, "model_type"),
-            op_linear_quantizer_config=checked_linear(op_linear_quantizer_config),
-            pass_names=None if pass_names is None else tuple(pass_names),
-            keep_fp32=KeepFp32() if keep_fp32 is None else KeepFp32.of(keep_fp32),
-            weight_compression=(
-                None if weight_compression is None else stages_of(weight_compression)
-            ),
-        )
         check_accepted(options)
         return options.to_specs()
 
@@ -136,8 +99,7 @@ class _CompileSpecMethods:
         Raises:
             OptionError: The strategy is neither.
         """
-        member = _member_of(WeightSharing, strategy, "strategy")
-        return CompileOptions(weight_sharing=member).spec_of("weight_sharing")
+        return _spec(weight_sharing=strategy)
 
     @staticmethod
     def generate_enumerated_shapes_compile_spec(
@@ -161,7 +123,7 @@ class _CompileSpecMethods:
         shapes = "a dictionary of input names to lists of shapes"
         instance(Mapping, shapes)("enumerated_shapes", enumerated_shapes)
         enumerated = enumerate_inputs(ep, enumerated_shapes)
-        return CompileOptions(enumerated_shapes=enumerated).spec_of("enumerated_shapes")
+        return _spec(enumerated_shapes=enumerated)
 
     @staticmethod
     def enumerated_shapes_from_compile_specs(
@@ -184,8 +146,7 @@ class _CompileSpecMethods:
     @staticmethod
     def generate_compute_unit_compile_spec(compute_unit: Any) -> CompileSpec:
         """Return the compile spec of a ``coremltools.ComputeUnit``."""
-        unit = _member_of(ComputeUnit, compute_unit, "compute_unit")
-        return CompileOptions(compute_unit=unit).spec_of("compute_unit")
+        return _spec(compute_unit=compute_unit)
 
     @staticmethod
     def compute_unit_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
@@ -196,8 +157,7 @@ class _CompileSpecMethods:
     @staticmethod
     def generate_minimum_deployment_target_compile_spec(min_deployment_target: Any) -> CompileSpec:
         """Return the compile spec of a ``coremltools.target``; None for the oldest usable one."""
-        target = _target(min_deployment_target)
-        return CompileOptions(deployment_target=target).spec_of("deployment_target")
+        return _spec(deployment_target=min_deployment_target)
 
     @staticmethod
     def min_deployment_target_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
@@ -208,8 +168,7 @@ class _CompileSpecMethods:
     @staticmethod
     def generate_compute_precision_compile_spec(compute_precision: Any) -> CompileSpec:
         """Return the compile spec of a ``coremltools.precision``."""
-        precision = _member_of(Precision, compute_precision, "compute_precision")
-        return CompileOptions(precision=precision).spec_of("precision")
+        return _spec(precision=compute_precision)
 
     @staticmethod
     def model_compute_precision_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
@@ -221,8 +180,7 @@ class _CompileSpecMethods:
     @staticmethod
     def generate_model_type_compile_spec(model_type: Any) -> CompileSpec:
         """Return the compile spec of a ``MODEL_TYPE``."""
-        kind = _member_of(ModelType, model_type, "model_type")
-        return CompileOptions(model_type=kind).spec_of("model_type")
+        return _spec(model_type=model_type)
 
     @staticmethod
     def model_type_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> ModelType:
@@ -234,12 +192,7 @@ class _CompileSpecMethods:
         op_linear_quantizer_config: Mapping[str, Any],
     ) -> CompileSpec:
         """Return the compile spec of keyword arguments of ``OpLinearQuantizerConfig``."""
-        instance(Mapping, "a dictionary")("op_linear_quantizer_config", op_linear_quantizer_config)
-        options = CompileOptions(
-            op_linear_quantizer_config=checked_linear(op_linear_quantizer_config)
-        )
-        check_accepted(options)
-        return options.spec_of("op_linear_quantizer_config")
+        return _spec(op_linear_quantizer_config=op_linear_quantizer_config)
 
     @staticmethod
     def op_linear_quantizer_config_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
@@ -250,10 +203,7 @@ class _CompileSpecMethods:
     @staticmethod
     def generate_pass_pipeline_compile_spec(pass_names: Sequence[str]) -> CompileSpec:
         """Return the compile spec of a list of graph passes."""
-        list_of("names of graph passes", str)("pass_names", pass_names)
-        options = CompileOptions(pass_names=tuple(pass_names))
-        check_accepted(options)
-        return options.spec_of("pass_names")
+        return _spec(pass_names=pass_names)
 
     @staticmethod
     def pass_pipeline_from_compile_specs(compile_specs: Iterable[CompileSpec]) -> Any:
@@ -340,7 +290,7 @@ class CoreMLBackend(_CompileSpecMethods, BackendDetails):
             LoweringError: ``model_type`` is a compiled model, and there is no compiler.
             OptionError: ``model_type`` is not a model type.
         """
-        kind = _member_of(ModelType, model_type, "model_type")
+        kind = member(ModelType)("model_type", model_type)
         is_compiled = kind is ModelType.COMPILED_MODEL
         if is_compiled:
             check_compiler()
@@ -477,32 +427,9 @@ def _select(
 claim_name()
 
 
-def _member_of(kind: type[enum.Enum], value: Any, keyword: str) -> Any:
-    """Return our enum member for such a member, its value, or a member of the same name.
-
-    Raises:
-        OptionError: There is no such member.
-    """
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, str) and value in {member.value for member in kind}:
-        return kind(value)
-    name = getattr(value, "name", None)
-    if isinstance(name, str) and name in kind.__members__ and isinstance(value, enum.Enum):
-        return kind[name]
-    raise OptionError(
-        f"{keyword} has an unknown value", got=repr(value), expected=" | ".join(kind.__members__)
-    )
-
-
-def _target(value: Any) -> Opset | None:
-    if value is None or isinstance(value, Opset):
-        return value
-    try:
-        return Opset(value)  # values of coremltools.target are specification versions, as in Opset
-    except ValueError:
-        raise OptionError(
-            "minimum_deployment_target has no ML Programs",
-            got=str(value),
-            expected=f"{Opset.iOS15.name} or later",
-        ) from None
+def _spec(**option: Any) -> CompileSpec:
+    """Return the compile spec of one option of ``CompileOptions``."""
+    options = CompileOptions(**option)
+    check_accepted(options)
+    (name,) = option
+    return options.spec_of(name)

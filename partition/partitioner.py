@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-from executorch.exir.backend.compile_spec_schema import CompileSpec
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.verification.verifier import EXIRATenDialectVerifier
-from torch import nn
 from torch._export.verifier import SpecViolationError
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
@@ -25,15 +23,15 @@ from coreml_delegate.lowering.delegation_tags import remove_tags
 from coreml_delegate.lowering.store import CachedBlob, Outcome
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.declaration import documented, options_of, takes
 from coreml_delegate.partition.branches import add_branch, branches_of
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.partitioning import Partitioning, transform
 from coreml_delegate.partition.precision import choose_fp32_calls, interface_of, samples_for
 from coreml_delegate.partition.report import DelegationReport, NodeReport, PrecisionReport
 from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
-from coreml_delegate.partition.verdicts.filters import ExcludedCalls, NodePredicate
+from coreml_delegate.partition.verdicts.filters import ExcludedCalls
 from coreml_delegate.patches.torch import OpOverload
-from coreml_delegate.runtime.precision import MIN_SQNR_DB
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +93,7 @@ class _Notes:
         self.blobs = [*(blob for blob in self.blobs if blob.files is not None), *blobs]
 
 
+@documented(options_of(PartitionerOptions))
 class CoreMLPartitioner(Partitioner):
     """Delegates the calls that Core ML can take, and reports why other calls stay on the CPU.
 
@@ -105,72 +104,17 @@ class CoreMLPartitioner(Partitioner):
     copy before or after lowering.
 
     Args:
-        skip_ops_for_coreml_delegation: Op names to keep on the CPU: ``aten.add.Tensor``,
-            ``add.Tensor``, ``aten.add`` or ``add``.
-        compile_specs: From ``CoreMLBackend.generate_compile_specs``; None for its defaults.
-        take_over_mutable_buffer: Turn suitable mutable buffers into Core ML states (needs iOS18);
-            other buffers become inputs and outputs. The report lists both.
-        take_over_constant_data: Store weights and constants in the Core ML models; otherwise they
-            become inputs.
-        lower_full_graph: Raise unless the entire graph can be delegated.
-        only_ops: Delegate only these ops.
-        skip_modules: Modules to keep on the CPU.
-        only_modules: Delegate only calls in these modules.
-        node_filter: Called with every call, first in ATen and then in edge dialect, where nodes
-            have other names; false keeps the call on the CPU.
-        min_partition_nodes: Keep partitions of fewer operations on the CPU.
-        max_partitions: Delegate at most this many partitions, by estimated FLOPs.
-        strict: Raise if any call stays on the CPU, for any reason.
-        keep_fp32: Called with every delegated call, in edge dialect; true keeps it in fp32 if the
-            compile specs demand fp16. Compile specs can name such calls too.
-        precision_data: With ``compute_precision="auto"``, the inputs to measure with: a list of
-            samples, each a tuple of the arguments of a call. None for the example inputs of
-            ``torch.export``.
-        min_sqnr_db: With ``compute_precision="auto"``, the ratio of signal to error in dB that
-            every floating-point output has to reach; integers and booleans have to be equal.
+        options: See ``PartitionerOptions``.
 
     Raises:
         OptionError: A value of the wrong type; an unknown op, compile spec, graph pass or MIL op;
             or options that exclude each other.
     """
 
-    def __init__(
-        self,
-        *,
-        skip_ops_for_coreml_delegation: Sequence[str] | None = None,
-        compile_specs: list[CompileSpec] | None = None,
-        take_over_mutable_buffer: bool = True,
-        take_over_constant_data: bool = True,
-        lower_full_graph: bool = False,
-        only_ops: Sequence[str] | None = None,
-        skip_modules: Sequence[str | type[nn.Module]] | None = None,
-        only_modules: Sequence[str | type[nn.Module]] | None = None,
-        node_filter: NodePredicate | None = None,
-        min_partition_nodes: int = 1,
-        max_partitions: int | None = None,
-        strict: bool = False,
-        keep_fp32: NodePredicate | None = None,
-        precision_data: Sequence[Sequence[Any]] | None = None,
-        min_sqnr_db: float = MIN_SQNR_DB,
-    ) -> None:
+    @takes(PartitionerOptions, PartitionerOptions)
+    def __init__(self, options: PartitionerOptions) -> None:
         super().__init__()
-        self._options = PartitionerOptions(
-            skip_ops_for_coreml_delegation=skip_ops_for_coreml_delegation,
-            compile_specs=compile_specs,
-            take_over_mutable_buffer=take_over_mutable_buffer,
-            take_over_constant_data=take_over_constant_data,
-            lower_full_graph=lower_full_graph,
-            only_ops=only_ops,
-            skip_modules=skip_modules,
-            only_modules=only_modules,
-            node_filter=node_filter,
-            min_partition_nodes=min_partition_nodes,
-            max_partitions=max_partitions,
-            strict=strict,
-            keep_fp32=keep_fp32,
-            precision_data=precision_data,
-            min_sqnr_db=min_sqnr_db,
-        )
+        self._options = options
         # Canonical and complete, so that a .pte records all options.
         self.delegation_spec = _delegation(self.options)
         self._reports: list[DelegationReport] = []

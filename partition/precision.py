@@ -8,7 +8,7 @@ so a program that misses the target by some dB is chosen for anew, with a target
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -53,7 +53,7 @@ def choose_fp32_calls(
         if not result.in_fp32:
             return result if not results else max(results, key=_after_db)
         buffer, _ = lower(result.in_fp32)
-        after = measure_method(buffer, samples, search=False).before_db
+        after = measure_method(buffer, samples, min_sqnr_db=goal, search=False).before_db
         result = precision_report(measurement, report, target_db=min_sqnr_db, after_db=after)
         results.append(result)
         missing = min_sqnr_db - result.after_db
@@ -110,7 +110,7 @@ def precision_report(
     )
 
 
-def samples_for(program: ExportedProgram, data: Sequence[Sequence[Any]] | None) -> list[list[Any]]:
+def samples_for(program: ExportedProgram, data: Collection[Collection[Any]] | None) -> list[list[Any]]:
     """Return the inputs to measure a program with, flattened.
 
     Args:

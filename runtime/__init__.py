@@ -10,10 +10,11 @@ if __name__ == "runtime":
 
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.formats.entry_cache import CacheOptions
+from coreml_delegate.options.engine_options import EngineOptions, Precision
 from coreml_delegate.runtime.coremltools_patch import CoreMLToolsPatch, patch_coremltools
 from coreml_delegate.runtime.delegate import load_blob
 from coreml_delegate.runtime.diagnosis import Diagnosis, Fault, ValueReport
-from coreml_delegate.runtime.engines.base import EngineOptions, Precision, State
+from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.runtime.engines.reference.interpreter import TracedValue
 from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.runtime.hosts import HOSTS, load_program, register

@@ -14,9 +14,9 @@ import torch
 
 from coreml_delegate.errors import BlobFormatError, OptionError, ProgramError
 from coreml_delegate.formats.blob import unflatten
+from coreml_delegate.options.engine_options import EngineOptions, Precision
 from coreml_delegate.runtime.delegate import CoreMLDelegate, delegate_names, load_blob
 from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
-from coreml_delegate.runtime.engines.base import EngineOptions, Precision
 from coreml_delegate.runtime.engines.selection import AUTO, OPENVINO, REFERENCE
 from coreml_delegate.runtime.hosts import load_program
 from coreml_delegate.runtime.mil.dtypes import DType

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from coreml_delegate.runtime.engines.base import Precision
+from coreml_delegate.options.engine_options import Precision
 from coreml_delegate.runtime.threads import cpu_count
 from coreml_delegate.scripts.profiles import Kernel
 

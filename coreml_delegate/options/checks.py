@@ -1,26 +1,21 @@
-"""Checks of option values; a caller has a table of one check per option."""
+"""Checks of option values."""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 from coreml_delegate.errors import OptionError
 
-Check = Callable[[str, Any], None]
-"""Takes name and value of an option; raises ``OptionError`` if the value is not accepted."""
+Check = Callable[[str, Any], Any]
+"""Takes name and value of an option; returns the value in the form in which it is stored.
 
+Raises ``OptionError`` if the value is not accepted.
+"""
 
-def check_all(values: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
-    """Apply the checks to the option values by name; options without a check are skipped.
-
-    Raises:
-        OptionError: A value is not accepted.
-    """
-    for name, value in values.items():
-        if name in checks:
-            checks[name](name, value)
+_LARGEST = 2**63 - 1
 
 
 def refused(name: str, rule: str, value: Any, *, expected: str | None = None) -> OptionError:
@@ -30,46 +25,85 @@ def refused(name: str, rule: str, value: Any, *, expected: str | None = None) ->
 
 def optional(check: Check) -> Check:
     """Return a check that accepts None, and every value that ``check`` accepts."""
-
-    def check_unless_none(name: str, value: Any) -> None:
-        if value is not None:
-            check(name, value)
-
-    return check_unless_none
+    return lambda name, value: None if value is None else check(name, value)
 
 
-def flag(name: str, value: Any) -> None:
+def flag(name: str, value: Any) -> bool:
     """Check that the value is True or False."""
     if not isinstance(value, bool):
         raise refused(name, "must be a bool", value)
+    return value
 
 
-def integer(name: str, value: Any) -> None:
-    """Check that the value is an ``int`` and not a ``bool``."""
+def integer(name: str, value: Any) -> int:
+    """Check that the value is an ``int`` of 64 bits and not a ``bool``."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise refused(name, "must be an integer", value)
+    if not -_LARGEST <= value <= _LARGEST:
+        raise refused(name, "must have at most 64 bits", value)
+    return value
 
 
-def positive(name: str, value: Any) -> None:
+def positive(name: str, value: Any) -> int:
     """Check that the value is an integer of at least 1."""
-    integer(name, value)
-    if value < 1:
+    if integer(name, value) < 1:
         raise refused(name, "must be positive", value)
+    return value
 
 
-def number(name: str, value: Any) -> None:
+def values_of(kind: type[enum.Enum]) -> dict[str, Any]:
+    """Return the members of an enum by their values, as texts."""
+    return {str(member.value): member for member in kind}
+
+
+def member(
+    kind: type[enum.Enum],
+    *,
+    message: str = "{} has an unknown value",
+    texts: Mapping[str, Any] | None = None,
+) -> Check:
+    """Return a check that the value is a member of ``kind``, or of an enum with the same names.
+
+    Args:
+        kind: The enum; the check returns its member.
+        message: The error of other values; ``{}`` is the option's name.
+        texts: Members by texts that are accepted as well.
+    """
+    accepted = {} if texts is None else texts
+
+    def check(name: str, value: Any) -> enum.Enum:
+        if isinstance(value, kind):
+            return value
+        if isinstance(value, str) and value in accepted:
+            return accepted[value]
+        if isinstance(value, enum.Enum) and value.name in kind.__members__:
+            return kind[value.name]
+        names = [m.name if texts is None else str(m.value) for m in kind]
+        is_named = isinstance(value, str | enum.Enum)
+        raise OptionError(
+            message.format(name),
+            got=repr(value) if is_named else f"{type(value).__name__} {value!r}",
+            expected=" | ".join(names),
+        )
+
+    return check
+
+
+def number(name: str, value: Any) -> float:
     """Check that the value is a finite number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value):
         raise refused(name, "must be a finite number", value)
+    return float(value)
 
 
 def function(of: str) -> Check:
     """Return a check that the value is a function; ``of`` describes its arguments in messages."""
 
-    def check(name: str, value: Any) -> None:
+    def check(name: str, value: Any) -> Any:
         if not callable(value):
             raise refused(name, f"must be a function of {of}, or None", value)
+        return value
 
     return check
 
@@ -77,9 +111,10 @@ def function(of: str) -> Check:
 def instance(kind: type, called: str) -> Check:
     """Return a check that the value is an instance of ``kind``, described as ``called``."""
 
-    def check(name: str, value: Any) -> None:
+    def check(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
             raise refused(name, f"must be {called}", value)
+        return value
 
     return check
 
@@ -87,10 +122,11 @@ def instance(kind: type, called: str) -> Check:
 def list_of(what: str, kinds: type | tuple[type, ...] = object) -> Check:
     """Return a check that the value is a list, or other collection, of ``kinds``.
 
-    A string is refused, because it is a collection of one-letter strings.
+    The option is a tuple, because the caller may change the list. A string is refused, because it
+    is a collection of one-letter strings.
     """
 
-    def check(name: str, value: Any) -> None:
+    def check(name: str, value: Any) -> tuple[Any, ...]:
         must = f"must be a list of {what}"
         if isinstance(value, str | type):
             example = f"[{value!r}]" if isinstance(value, kinds) else None
@@ -100,5 +136,6 @@ def list_of(what: str, kinds: type | tuple[type, ...] = object) -> Check:
         for item in cast("Collection[Any]", value):
             if not isinstance(item, kinds):
                 raise refused(name, must, item)
+        return tuple(cast("Collection[Any]", value))
 
     return check

@@ -23,11 +23,27 @@ import enum
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.checks import instance, list_of
+from coreml_delegate.options.checks import (
+    Check,
+    instance,
+    list_of,
+    member,
+    optional,
+    refused,
+    values_of,
+)
+from coreml_delegate.options.declaration import (
+    Argument,
+    SpecForm,
+    check_fields,
+    option,
+    option_class,
+    options_of,
+)
 from coreml_delegate.options.weight_compression import (
     LINEAR_OPTION,
     Stage,
@@ -143,36 +159,211 @@ def checked_specs(specs: Iterable[CompileSpec]) -> Sequence[CompileSpec]:
     return cast("Sequence[CompileSpec]", specs)
 
 
-@dataclass(frozen=True, slots=True)
+def _enum_form(key: str, kind: type[enum.Enum], old: Mapping[str, enum.Enum] = {}) -> SpecForm:
+    return SpecForm(key, lambda value: value.value, member(kind, texts=values_of(kind) | dict(old)))
+
+
+def _json_form(
+    key: str,
+    expected: str,
+    accepts: Callable[[Any], bool],
+    encode: Callable[[Any], Any] = lambda value: value,
+    build: Callable[[Any], Any] = lambda content: content,
+) -> SpecForm:
+    """Return a spec in JSON.
+
+    Args:
+        key: Key of the spec.
+        expected: The accepted content, for messages.
+        accepts: Whether content is accepted.
+        encode: Returns the content of a value, or None for no spec.
+        build: Returns the value of content.
+    """
+
+    def as_text(value: Any) -> str | None:
+        content = encode(value)
+        return None if content is None else json.dumps(content, sort_keys=True)
+
+    def decode(name: str, text: str) -> Any:
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"{name} is not JSON", got=str(error)) from error
+        if not accepts(content):
+            raise OptionError(name, got=repr(content), expected=expected)
+        return build(content)
+
+    return SpecForm(key, as_text, decode)
+
+
+def _decode_target(name: str, text: str) -> Opset | None:
+    if not text:
+        return None
+    try:
+        return Opset(int(text))
+    except ValueError:
+        raise OptionError(
+            f"{name} is not a specification version with ML Programs",
+            got=repr(text),
+            expected=", ".join(f"{o.value} ({o.name})" for o in Opset),
+        ) from None
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(name, str) for name in cast("Sequence[object]", value)
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _keep_fp32(_: str, value: Any) -> KeepFp32:
+    if value is None:
+        return KeepFp32()
+    return value if isinstance(value, KeepFp32) else KeepFp32.of(value)
+
+
+def _keep_fp32_names(value: KeepFp32) -> dict[str, Any] | None:
+    return {kind: names for kind, names in asdict(value).items() if names} or None
+
+
+def _unnamed(check: Callable[[Any], Any]) -> Check:
+    """Return a check whose messages name the option themselves."""
+    return lambda _, value: None if value is None else check(value)
+
+
+@option_class()
 class CompileOptions:
     """Options of a lowering.
 
     Attributes:
-        compute_unit: Processors that the model may run on.
-        deployment_target: Oldest opset to support, or None for the oldest possible opset.
-        precision: Floating-point type to compute in.
-        model_type: Whether to compile ahead of time.
-        op_linear_quantizer_config: Keywords of coremltools' ``OpLinearQuantizerConfig``, to
-            quantize the weights after conversion; None for no quantization.
-        weight_compression: Stages of coremltools' compression, applied in turn after conversion;
-            None for no compression.
-        pass_names: Names of the coremltools graph passes to run, or None for its default pipeline.
-        keep_fp32: Parts of the model that compute in fp32 if ``precision`` is fp16.
-        weight_sharing: Strategy of weight sharing among methods, or None to share if it is safe.
-        enumerated_shapes: The supported combinations of input shapes; None for all shapes that the
-            program was exported for.
+        options: See the fields.
+
+    Raises:
+        OptionError: A value is not accepted.
     """
 
-    compute_unit: ComputeUnit = ComputeUnit.ALL
-    deployment_target: Opset | None = None
-    precision: Precision = Precision.FLOAT16
-    model_type: ModelType = ModelType.MODEL
-    op_linear_quantizer_config: Mapping[str, Any] | None = None
-    pass_names: tuple[str, ...] | None = None
-    keep_fp32: KeepFp32 = KeepFp32()
-    weight_sharing: WeightSharing | None = None
-    enumerated_shapes: EnumeratedShapes | None = None
-    weight_compression: tuple[Stage, ...] | None = None
+    compute_unit: ComputeUnit = option(
+        default=ComputeUnit.ALL,
+        check=member(ComputeUnit, message="{} must be a coremltools.ComputeUnit"),
+        doc="Processors that the device may use: ``coremltools.ComputeUnit`` or our "
+        "``ComputeUnit``.",
+        argument=Argument("--compute-unit", choices=values_of(ComputeUnit)),
+        is_in_recipes=True,
+        spec=_enum_form("compute_units", ComputeUnit, _OLD_COMPUTE_UNITS),
+    )
+    deployment_target: Opset | None = option(
+        default=None,
+        check=optional(member(Opset, message="{} must be a coremltools.target")),
+        doc="Oldest system to support: ``coremltools.target`` or ``Opset``, iOS15 or later; None "
+        "for the oldest that the model needs.",
+        keyword="minimum_deployment_target",
+        argument=Argument(
+            "--deployment-target",
+            "oldest system to support (default: the oldest the model allows)",
+            "iOS17",
+            Opset.from_target_name,
+        ),
+        is_in_recipes=True,
+        spec=SpecForm(
+            "min_deployment_target", lambda value: str(int(value)), _decode_target, of_none=""
+        ),
+    )
+    precision: Precision = option(
+        default=Precision.FLOAT16,
+        check=member(Precision, texts=values_of(Precision)),
+        doc="Floating-point type that Core ML computes in: ``coremltools.precision`` or our "
+        "``Precision``. ``auto`` is fp16, but for the calls that lose their numbers on example "
+        "inputs; see ``CoreMLPartitioner``.",
+        keyword="compute_precision",
+        argument=Argument("--precision", choices=values_of(Precision)),
+        spec=_enum_form("model_compute_precision", Precision),
+    )
+    model_type: ModelType = option(
+        default=ModelType.MODEL,
+        check=member(ModelType),
+        doc="``CoreMLBackend.MODEL_TYPE``; ``COMPILED_MODEL`` compiles ahead of time, on a Mac.",
+        spec=_enum_form("model_type", ModelType),
+    )
+    op_linear_quantizer_config: Mapping[str, Any] | None = option(
+        default=None,
+        check=_unnamed(checked_linear),
+        doc="Keywords of coremltools' ``OpLinearQuantizerConfig``, to quantize the weights after "
+        "conversion, except embedding tables; None for no quantization.",
+        spec=_json_form(LINEAR_OPTION, "a JSON object", _is_object),
+    )
+    weight_compression: tuple[Stage, ...] | None = option(
+        default=None,
+        check=_unnamed(stages_of),
+        doc="Compression of the weights after conversion, by quantization, palettization or "
+        "pruning: a dictionary for coremltools' ``OptimizationConfig.from_dict``, or a list of "
+        "dictionaries to apply in turn; None for no compression.",
+        spec=_json_form(COMPRESSION_KEY, "a JSON list", _is_list),
+    )
+    pass_names: tuple[str, ...] | None = option(
+        default=None,
+        check=optional(list_of("names of graph passes", str)),
+        doc="Graph passes of coremltools to run; None for its default pipeline.",
+        spec=_json_form("pass_pipeline", "a JSON list of strings", _is_names),
+    )
+    keep_fp32: KeepFp32 = option(
+        default=KeepFp32(),
+        check=_keep_fp32,
+        doc="Parts of an fp16 model that compute in fp32: types of MIL ops under ``ops``, paths or "
+        'class names of modules under ``modules``, as in ``{"ops": ["softmax"]}``; see '
+        "``KeepFp32``.",
+        spec=_json_form("keep_fp32", "a JSON object", _is_object, _keep_fp32_names),
+    )
+    enumerated_shapes: EnumeratedShapes | None = option(
+        default=None,
+        check=optional(instance(EnumeratedShapes, "an EnumeratedShapes")),
+        doc="Supported combinations of input shapes; None for all shapes that the program was "
+        "exported for.",
+        spec=_json_form(
+            "enumerated_shapes",
+            "a JSON list",
+            _is_list,
+            EnumeratedShapes.encode,
+            EnumeratedShapes.decode,
+        ),
+    )
+    weight_sharing: WeightSharing | None = option(
+        default=None,
+        check=optional(member(WeightSharing)),
+        doc="``WeightSharing`` of the methods, or ExecuTorch's own enum of the same names; None to "
+        "share if it is safe.",
+        keyword="strategy",
+        spec=_enum_form("multimethod_weight_sharing_strategy", WeightSharing),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @classmethod
+    def from_keywords(
+        cls,
+        compute_unit: Any = ComputeUnit.ALL,
+        minimum_deployment_target: Any = None,
+        compute_precision: Any = Precision.FLOAT16,
+        model_type: Any = ModelType.MODEL,
+        op_linear_quantizer_config: Mapping[str, Any] | None = None,
+        pass_names: Sequence[str] | None = None,
+        keep_fp32: Mapping[str, Sequence[str]] | None = None,
+        weight_compression: Stage | Sequence[Stage] | None = None,
+    ) -> CompileOptions:
+        """Return options by the keywords and types of ``CoreMLBackend.generate_compile_specs``.
+
+        Raises:
+            OptionError: A value is not accepted.
+        """
+        values = locals()
+        return cls(**{o.name: values[o.keyword] for o in options_of(cls) if o.keyword in values})
 
     @property
     def compression_demand(self) -> tuple[Opset, str] | None:
@@ -199,10 +390,19 @@ class CompileOptions:
         # Importing exir takes seconds, and reading options does not need it.
         from executorch.exir.backend.compile_spec_schema import CompileSpec
 
-        encoded = ((f.key, f.encoded(self)) for f in _FIELDS)
-        return [
-            CompileSpec(OwnKey(key), value.encode()) for key, value in encoded if value is not None
-        ]
+        texts = ((form.key, self._text_of(name)) for name, form in _SPECS.items())
+        return [CompileSpec(OwnKey(key), text.encode()) for key, text in texts if text is not None]
+
+    def _text_of(self, name: str) -> str | None:
+        value, form = getattr(self, name), _SPECS[name]
+        try:
+            return form.of_none if value is None else form.encode(value)
+        except (TypeError, ValueError) as error:
+            raise OptionError(
+                f"{name} has a value that a compile spec cannot hold",
+                got=repr(value),
+                expected=f"a value that JSON can hold ({error})",
+            ) from error
 
     @classmethod
     def from_specs(cls, specs: Iterable[CompileSpec]) -> CompileOptions:
@@ -221,16 +421,20 @@ class CompileOptions:
         Raises:
             OptionError: This is not a list of compile specs, or the value is not accepted.
         """
-        field = _BY_ATTRIBUTE[attribute]
-        for spec in checked_specs(specs):
-            if spec.key == field.key:
-                return field.decode(field.key, _text(field.key, spec.value))
-        return getattr(cls(), attribute)
+        key = _SPECS[attribute].key
+        pairs = [(spec.key, spec.value) for spec in checked_specs(specs) if spec.key == key]
+        return getattr(cls.from_pairs(pairs[:1]), attribute)
 
     def spec_of(self, attribute: str) -> CompileSpec:
-        """Return the compile spec of one option; it must not be None."""
-        (spec,) = (spec for spec in self.to_specs() if spec.key == _BY_ATTRIBUTE[attribute].key)
-        return spec
+        """Return the compile spec of one option.
+
+        Raises:
+            OptionError: The option is None, which no spec expresses.
+        """
+        for spec in self.to_specs():
+            if spec.key == _SPECS[attribute].key:
+                return spec
+        raise refused(attribute, "must have a value", getattr(self, attribute))
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[str, bytes]]) -> CompileOptions:
@@ -239,160 +443,25 @@ class CompileOptions:
         Raises:
             OptionError: See ``from_specs``.
         """
-        by_key = {f.key: f for f in _FIELDS}
+        names = {form.key: name for name, form in _SPECS.items()}
         values: dict[str, Any] = {}
         for key, value in pairs:
-            field = by_key.get(key)
-            if field is None:
-                raise OptionError("unknown compile spec", got=repr(key), expected=", ".join(by_key))
-            if field.attribute in values:
+            name = names.get(key)
+            if name is None:
+                raise OptionError("unknown compile spec", got=repr(key), expected=", ".join(names))
+            if name in values:
                 raise OptionError("compile spec given twice", got=repr(key))
-            values[field.attribute] = field.decode(key, _text(key, value))
+            where = f"compile spec {key!r}"
+            values[name] = _SPECS[name].decode(where, _text(where, value))
         return cls(**values)
 
 
-class _Encode(Protocol):
-    def __call__(self, value: Any, /) -> str | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    key: str
-    attribute: str
-    encode: _Encode
-    decode: Callable[[str, str], Any]
-
-    def encoded(self, options: CompileOptions) -> str | None:
-        value = getattr(options, self.attribute)
-        try:
-            return self.encode(value)
-        except (TypeError, ValueError) as error:
-            raise OptionError(
-                f"{self.attribute} has a value that a compile spec cannot hold",
-                got=repr(value),
-                expected=f"a value that JSON can hold ({error})",
-            ) from error
-
-
-def _text(key: str, value: bytes) -> str:
+def _text(name: str, value: bytes) -> str:
     try:
         return bytes(value).decode()
     except (UnicodeDecodeError, TypeError) as error:
-        raise OptionError(f"compile spec {key!r} is not UTF-8 text", got=repr(value)) from error
+        raise OptionError(f"{name} is not UTF-8 text", got=repr(value)) from error
 
 
-def _decode_enum(kind: type[enum.Enum], aliases: Mapping[str, enum.Enum]) -> Callable[..., Any]:
-    accepted = {str(member.value): member for member in kind} | dict(aliases)
-
-    def decode(key: str, text: str) -> enum.Enum:
-        try:
-            return accepted[text]
-        except KeyError:
-            raise OptionError(
-                f"compile spec {key!r} has an unknown value",
-                got=repr(text),
-                expected=" | ".join(str(member.value) for member in kind),
-            ) from None
-
-    return decode
-
-
-def _decode_target(key: str, text: str) -> Opset | None:
-    if not text:
-        return None
-    try:
-        return Opset(int(text))
-    except ValueError:
-        raise OptionError(
-            f"compile spec {key!r} is not a specification version with ML Programs",
-            got=repr(text),
-            expected=", ".join(f"{o.value} ({o.name})" for o in Opset),
-        ) from None
-
-
-def _decode_json(key: str, text: str, check: Callable[[Any], bool], expected: str) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"compile spec {key!r} is not JSON", got=str(error)) from error
-    if not check(value):
-        raise OptionError(f"compile spec {key!r}", got=repr(value), expected=expected)
-    return value
-
-
-def _decode_object(key: str, text: str) -> dict[str, Any]:
-    return _decode_json(key, text, lambda v: isinstance(v, dict), "a JSON object")
-
-
-def _decode_linear(key: str, text: str) -> Mapping[str, Any] | None:
-    return checked_linear(_decode_object(key, text))
-
-
-def _decode_compression(key: str, text: str) -> tuple[Stage, ...]:
-    return stages_of(_decode_json(key, text, lambda v: isinstance(v, list), "a JSON list"))
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(
-        isinstance(name, str) for name in cast("Sequence[object]", value)
-    )
-
-
-def _decode_names(key: str, text: str) -> tuple[str, ...]:
-    return tuple(_decode_json(key, text, _is_names, "a JSON list of strings"))
-
-
-def _decode_keep(key: str, text: str) -> KeepFp32:
-    return KeepFp32.of(_decode_object(key, text))
-
-
-def _encode_keep(value: KeepFp32) -> str | None:
-    content = {kind: names for kind, names in asdict(value).items() if names}
-    return _encode_json(content) if content else None
-
-
-def _encode_shapes(value: EnumeratedShapes | None) -> str | None:
-    return None if value is None else _encode_json(value.encode())
-
-
-def _decode_shapes(key: str, text: str) -> EnumeratedShapes:
-    content = _decode_json(key, text, lambda v: isinstance(v, list), "a JSON list")
-    return EnumeratedShapes.decode(content)
-
-
-def _encode_json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, sort_keys=True)
-
-
-_FIELDS = (
-    _Field(
-        "compute_units",
-        "compute_unit",
-        lambda v: v.value,
-        _decode_enum(ComputeUnit, _OLD_COMPUTE_UNITS),
-    ),
-    _Field(
-        "min_deployment_target",
-        "deployment_target",
-        lambda v: "" if v is None else str(int(v)),
-        _decode_target,
-    ),
-    _Field("model_compute_precision", "precision", lambda v: v.value, _decode_enum(Precision, {})),
-    _Field("model_type", "model_type", lambda v: v.value, _decode_enum(ModelType, {})),
-    _Field(LINEAR_OPTION, "op_linear_quantizer_config", _encode_json, _decode_linear),
-    _Field(COMPRESSION_KEY, "weight_compression", _encode_json, _decode_compression),
-    _Field("pass_pipeline", "pass_names", _encode_json, _decode_names),
-    _Field("keep_fp32", "keep_fp32", _encode_keep, _decode_keep),
-    _Field("enumerated_shapes", "enumerated_shapes", _encode_shapes, _decode_shapes),
-    _Field(
-        "multimethod_weight_sharing_strategy",
-        "weight_sharing",
-        lambda v: None if v is None else v.value,
-        _decode_enum(WeightSharing, {}),
-    ),
-)
-
-_BY_ATTRIBUTE = {f.attribute: f for f in _FIELDS}
-
-if set(_BY_ATTRIBUTE) != {f.name for f in fields(CompileOptions)}:
-    raise ImportError("every compile option needs exactly one wire field")
+_SPECS = {o.name: o.spec for o in options_of(CompileOptions) if o.spec is not None}
+"""The forms of compile specs by name of the option, in the order of the specs."""

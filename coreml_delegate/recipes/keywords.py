@@ -9,17 +9,15 @@ from typing import Any, cast
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.options.checks import (
     Check,
-    check_all,
-    flag,
     function,
-    instance,
     integer,
-    list_of,
     optional,
     positive,
     refused,
 )
-from coreml_delegate.patches.third_party import coremltools
+from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.declaration import Option, options_of
+from coreml_delegate.options.partitioner_options import PartitionerKeywords
 
 _BITS = range(1, 9)
 FULL = -1
@@ -42,23 +40,13 @@ def _block_size(name: str, value: Any) -> None:
         raise refused(name, "must have -1 for rows or columns", value)
 
 
-def _of_coremltools(kind: str) -> Check:
-    # Importing coremltools takes seconds.
-    return lambda name, value: instance(getattr(coremltools(), kind), f"a coremltools.{kind}")(
-        name, value
-    )
+def shared(kind: type[Any]) -> tuple[Option, ...]:
+    """Return the options of a dataclass that every recipe takes."""
+    return tuple(option for option in options_of(kind) if option.is_in_recipes)
 
 
-COMMON: Mapping[str, Check] = MappingProxyType(
-    {
-        "minimum_deployment_target": _of_coremltools("target"),
-        "compute_unit": _of_coremltools("ComputeUnit"),
-        "skip_ops_for_coreml_delegation": optional(list_of("operator names", str)),
-        "lower_full_graph": flag,
-        "take_over_constant_data": flag,
-    }
-)
-"""Keywords of every recipe."""
+COMMON = (*shared(CompileOptions), *shared(PartitionerKeywords))
+"""Options that every recipe takes."""
 
 FILTER: Mapping[str, Check] = MappingProxyType(
     {"filter_fn": optional(function("a module and its path"))}
@@ -75,14 +63,21 @@ CODEBOOK: Mapping[str, Check] = MappingProxyType({"bits": _bits, "block_size": _
 def check(
     recipe: str,
     values: Mapping[str, Any],
-    accepted: Mapping[str, Check],
+    own: Mapping[str, Check],
     required: Collection[str] = (),
 ) -> None:
     """Check the keywords of a recipe.
 
+    Args:
+        recipe: Its name.
+        values: The keywords.
+        own: Checks of the keywords that not every recipe takes.
+        required: Names of required keywords.
+
     Raises:
         OptionError: A keyword is unknown, missing, of the wrong type or out of range.
     """
+    accepted = {option.keyword: option.check for option in COMMON} | dict(own)
     for name in values:
         if name not in accepted:
             raise OptionError(
@@ -93,4 +88,5 @@ def check(
     missing = [name for name in required if name not in values]
     if missing:
         raise OptionError(f"{recipe} requires {' and '.join(missing)}")
-    check_all(values, accepted)
+    for name, value in values.items():
+        accepted[name](name, value)

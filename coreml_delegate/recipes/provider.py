@@ -19,7 +19,9 @@ from executorch.export import (
 from torch import nn
 
 from coreml_delegate.backend import CoreMLBackend
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_options import CompileOptions, Precision
+from coreml_delegate.options.declaration import documented
+from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.quantization import Method, QuantizationMode, mode_of
 from coreml_delegate.quantization.configs import (
@@ -30,16 +32,11 @@ from coreml_delegate.quantization.configs import (
 )
 from coreml_delegate.quantizer import CoreMLQuantizer
 from coreml_delegate.recipes import keywords
-from coreml_delegate.targets import STATE_OPSET, Opset
+from coreml_delegate.targets import STATE_OPSET
 
 COREML_BACKEND = "coreml_delegate"
 """Our backend's name in ExecuTorch's recipe registry; its own Core ML backend is ``coreml``."""
 
-_PARTITIONER_KEYWORDS = (
-    "skip_ops_for_coreml_delegation",
-    "lower_full_graph",
-    "take_over_constant_data",
-)
 _DEFAULT_GROUP = 32
 
 
@@ -121,13 +118,10 @@ _RECIPES = MappingProxyType(
 class CoreMLRecipeProvider(BackendRecipeProvider):
     """Creates the recipes of ``CoreMLRecipeType``.
 
-    All take ``minimum_deployment_target`` (by default the oldest target that the model needs),
-    ``compute_unit``, and three options of ``CoreMLPartitioner``:
-    ``skip_ops_for_coreml_delegation``, ``lower_full_graph``, ``take_over_constant_data``. The
-    torchao recipes take ``filter_fn(module, path)``, which selects the quantized modules: linear
-    layers by default, and for a codebook embeddings too. Recipes with groups take ``group_size``
-    (32); the codebook recipe requires ``bits`` and ``block_size``, the rows and columns that share
-    a table.
+    All take the options that ``create_recipe`` lists. The torchao recipes take ``filter_fn(module,
+    path)``, which selects the quantized modules: linear layers by default, and for a codebook
+    embeddings too. Recipes with groups take ``group_size`` (32); the codebook recipe requires
+    ``bits`` and ``block_size``, the rows and columns that share a table.
     """
 
     @property
@@ -139,12 +133,13 @@ class CoreMLRecipeProvider(BackendRecipeProvider):
         """Return every ``CoreMLRecipeType``."""
         return list(_RECIPES)
 
+    @documented(keywords.COMMON)
     def create_recipe(self, recipe_type: RecipeType, **kwargs: Any) -> ExportRecipe | None:
         """Create a recipe.
 
         Args:
             recipe_type: A ``CoreMLRecipeType``.
-            **kwargs: See the class.
+            **kwargs: See ``CoreMLPartitioner`` and ``CoreMLBackend.generate_compile_specs``.
 
         Returns:
             The recipe; None for a type of another backend, as the registry expects.
@@ -156,8 +151,7 @@ class CoreMLRecipeProvider(BackendRecipeProvider):
         if not isinstance(recipe_type, CoreMLRecipeType):
             return None
         recipe = _RECIPES[recipe_type]
-        accepted = {**keywords.COMMON, **recipe.keywords}
-        keywords.check(recipe_type.value, kwargs, accepted, recipe.required)
+        keywords.check(recipe_type.value, kwargs, recipe.keywords, recipe.required)
         name = recipe.mode(kwargs)
         mode = None if name is None else mode_of(name)
         return ExportRecipe(
@@ -186,21 +180,25 @@ def _is_quantized(module: nn.Module, _path: str) -> bool:
     return has_rows(module) and not is_weight_of_attention(module)
 
 
+def _given(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a dataclass's options."""
+    names = [option.keyword for option in keywords.shared(kind)]
+    return {name: values[name] for name in names if name in values}
+
+
 def _lowering(
     recipe: str, mode: QuantizationMode | None, precision: Precision, values: Mapping[str, Any]
 ) -> LoweringRecipe:
-    requested = values.get("minimum_deployment_target")
-    target = None if requested is None else Opset(requested)
+    given = _given(CompileOptions, values)
+    target = CompileOptions.from_keywords(**given).deployment_target
     if mode is not None:
         mode.require_target(target, f"{recipe}: minimum_deployment_target")
         target = target or mode.lowering_target
-    units = {k: values[k] for k in ("compute_unit",) if k in values}
+    given |= {"compute_precision": precision, "minimum_deployment_target": target}
     partitioner = CoreMLPartitioner(
-        compile_specs=CoreMLBackend.generate_compile_specs(
-            compute_precision=precision, minimum_deployment_target=target, **units
-        ),
+        compile_specs=CoreMLBackend.generate_compile_specs(**given),
         take_over_mutable_buffer=target is None or target >= STATE_OPSET,
-        **{k: values[k] for k in _PARTITIONER_KEYWORDS if k in values},
+        **_given(PartitionerKeywords, values),
     )
     # The configuration of ExecuTorch's other backends, so that recipes can be combined.
     return LoweringRecipe(

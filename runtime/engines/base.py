@@ -2,115 +2,15 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from coreml_delegate.errors import OptionError
-from coreml_delegate.formats.entry_cache import CacheOptions
+from coreml_delegate.options.engine_options import EngineOptions
 from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.runtime.native import NativeCall, NativeInterface, NativeProgram
 from coreml_delegate.runtime.snapshots import Array, State
-from coreml_delegate.targets import ComputeUnit
-
-
-class Precision(enum.Enum):
-    """The floating-point type that a fast engine computes in.
-
-    An engine that computes in the program's own dtypes accepts only ``F32``, which is the default.
-    """
-
-    F32 = "f32"
-    BF16 = "bf16"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How to execute.
-
-    Attributes:
-        threads: CPU threads of a call, or None for the engine's default. With 1, the openvino
-            engine runs concurrent calls in parallel.
-        precision: A ``Precision`` or its value, ``"f32"`` or ``"bf16"``.
-        exact_nan: Whether every op propagates NaN, even where the kernels of a fast engine lose it
-            and have to be replaced by slower kernels.
-        profiling: Whether ops are timed, which takes some time itself; see
-            ``CompiledFunction.profile``.
-        cache: Where compiled programs are cached between processes, or None for no cache. By
-            default read from the environment; see ``CacheOptions.from_environment``.
-        compute_unit: Where the coreml engine may run a program: a ``ComputeUnit`` or its value, or
-            None for the compute unit that the program was exported for.
-        dynamic_quantization: Whether the openvino engine may round activations to 8 bits where they
-            are multiplied by weights compressed to integers of 4 or 8 bits. Each call computes a
-            scale for every 32 activations.
-
-    Raises:
-        OptionError: No such precision or compute unit, fewer threads than one, or an invalid value
-            of the environment variable.
-    """
-
-    threads: int | None = None
-    precision: Precision | str = Precision.F32
-    exact_nan: bool = False
-    cache: CacheOptions | None = field(default_factory=CacheOptions.from_environment)
-    profiling: bool = False
-    compute_unit: ComputeUnit | str | None = None
-    dynamic_quantization: bool = False
-
-    def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise OptionError(
-                "wrong number of threads", got=str(self.threads), expected="1 or more, or None"
-            )
-        object.__setattr__(self, "precision", _member(Precision, self.precision))
-        if self.compute_unit is not None:
-            object.__setattr__(self, "compute_unit", _member(ComputeUnit, self.compute_unit))
-
-    @property
-    def numerics_option(self) -> str | None:
-        """The option that changes the program's numerics, as ``name=value``; None by default.
-
-        These are ``precision`` and ``dynamic_quantization``, which only the openvino engine has.
-        """
-        if self.precision is not Precision.F32:
-            return f"precision={Precision(self.precision).value!r}"
-        return "dynamic_quantization=True" if self.dynamic_quantization else None
-
-    def refuse_numerics_option(self, engine: str) -> None:
-        """Raise an error if an option changes the program's numerics.
-
-        Args:
-            engine: Name of an engine without such options, for the message.
-
-        Raises:
-            OptionError: ``numerics_option`` is set.
-        """
-        if self.numerics_option is not None:
-            raise OptionError(
-                f"{engine} cannot change the numerics of a program",
-                got=self.numerics_option,
-                remedy="Use the openvino engine, or leave the option out",
-            )
-
-
-def _member(kind: type[enum.Enum], value: object) -> enum.Enum:
-    """Return the member of the enum ``kind`` for ``value``, a member or the value of a member."""
-    try:
-        return kind(value)
-    except ValueError:
-        raise OptionError(
-            f"unknown {_OPTIONS[kind]}",
-            got=repr(value),
-            expected=" | ".join(member.value for member in kind),
-        ) from None
-
-
-_OPTIONS: Mapping[type[enum.Enum], str] = {
-    Precision: "engine precision",
-    ComputeUnit: "compute unit",
-}
 
 
 @dataclass(frozen=True, slots=True)

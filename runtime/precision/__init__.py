@@ -1,7 +1,6 @@
 """Which operations of a program in fp16 have to compute in fp32, by measurement."""
 
 from coreml_delegate.runtime.precision.islands import (
-    MIN_SQNR_DB,
     Operation,
     PrecisionMeasurement,
     measure_method,
@@ -9,7 +8,6 @@ from coreml_delegate.runtime.precision.islands import (
 )
 
 __all__ = [
-    "MIN_SQNR_DB",
     "Operation",
     "PrecisionMeasurement",
     "measure_method",

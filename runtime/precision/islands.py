@@ -33,9 +33,6 @@ from coreml_delegate.runtime.precision.runs import (
 from coreml_delegate.runtime.program.ptd import Sources
 from coreml_delegate.runtime.program.pte import Source
 
-MIN_SQNR_DB = 40.0
-"""Default ratio of signal to error that outputs have to reach."""
-
 MAX_RUNS = 160
 """Most runs of a search; it then returns the smallest set that reaches the target so far."""
 
@@ -118,7 +115,7 @@ def measure_method(
     *,
     method: str = "forward",
     data: Sources | None = None,
-    min_sqnr_db: float = MIN_SQNR_DB,
+    min_sqnr_db: float,
     search: bool = True,
 ) -> PrecisionMeasurement:
     """Measure a method of a ``.pte`` whose Core ML delegates compute in fp16.
@@ -143,7 +140,7 @@ def measure_model(
     model: Model,
     samples: Sequence[Sample],
     *,
-    min_sqnr_db: float = MIN_SQNR_DB,
+    min_sqnr_db: float,
     search: bool = True,
 ) -> PrecisionMeasurement:
     """Measure a Core ML model that computes in fp16.

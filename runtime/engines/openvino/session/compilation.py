@@ -13,7 +13,8 @@ import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.errors import EngineUnavailableError, UnsupportedOpError
-from coreml_delegate.runtime.engines.base import CompiledFunction, EngineOptions, Precision
+from coreml_delegate.options.engine_options import EngineOptions, Precision
+from coreml_delegate.runtime.engines.base import CompiledFunction
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.engines.openvino import translate
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE, fusion

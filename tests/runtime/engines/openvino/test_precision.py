@@ -12,7 +12,7 @@ from support.mil import mb
 from support.tolerances import SQNR_BF16, sqnr_db
 
 from coreml_delegate.errors import EngineUnavailableError, OptionError, UnsupportedOpError
-from coreml_delegate.runtime.engines.base import EngineOptions, Precision
+from coreml_delegate.options.engine_options import EngineOptions, Precision
 from coreml_delegate.runtime.engines.openvino import OPENVINO
 from coreml_delegate.runtime.engines.openvino.engine import _core
 from coreml_delegate.runtime.engines.openvino.session import compilation

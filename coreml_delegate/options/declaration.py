@@ -1,0 +1,225 @@
+"""The declaration of an option: one field of a dataclass, which drives every form of the option.
+
+``option`` makes the field, ``option_class`` the dataclass. ``check_fields`` checks and converts the
+values of an instance, ``takes`` gives a method the fields as keywords, ``documented`` writes them
+into docstrings. The command line, the recipes and the tables in ``docs/`` read ``options_of``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Concatenate, ParamSpec, TypeVar, dataclass_transform
+
+from coreml_delegate.options.checks import Check
+
+_METADATA = "option"
+_WIDTH = 100  # columns of a docstring
+_PLACEHOLDER = re.compile(r"^( *)(?:options|\*\*kwargs): See .*(?:\n\1 +.*)*", re.MULTILINE)
+"""The lines of a docstring in place of which the options are written."""
+
+_Object = TypeVar("_Object", bound=Any)
+_Options = TypeVar("_Options")
+_Owner = TypeVar("_Owner")
+_Result = TypeVar("_Result")
+_P = ParamSpec("_P")
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """The command-line form of an option; an option that is False by default takes no value.
+
+    Attributes:
+        flag: ``--strict``.
+        help: Help text; None for the first sentence of the documentation.
+        metavar: Name of the value; None to list the choices.
+        parse: Function of the text that returns the value; any ``ValueError`` refuses the text.
+        choices: The values by their texts, or None for ``parse``.
+        is_repeatable: Whether every use of the flag adds an item to a list.
+    """
+
+    flag: str
+    help: str | None = None
+    metavar: str | None = None
+    parse: Callable[[str], object] = str
+    choices: Mapping[str, object] | None = None
+    is_repeatable: bool = False
+
+    @property
+    def destination(self) -> str:
+        """The attribute of the parsed arguments."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecForm:
+    """The compile spec of an option.
+
+    Attributes:
+        key: Key of the compile spec.
+        encode: Function of the value that returns the text; None for no spec.
+        decode: Takes the spec's name for messages, and its text; the option's check follows.
+        of_none: Text for None; None for no spec.
+    """
+
+    key: str
+    encode: Callable[[Any], str | None]
+    decode: Check
+    of_none: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a field declares of its option.
+
+    Attributes:
+        name: Name of the field.
+        default: Default value; None if a function computes it.
+        check: Returns the value in the form in which the field has it.
+        doc: Documentation, in the form of a docstring.
+        keyword: Name of the keyword that sets the option, which messages use.
+        argument: Command-line form, or None.
+        is_in_recipes: Whether the recipes take the keyword.
+        spec: Compile spec, or None.
+        leaves_calls: Whether a value leaves calls to the CPU; None if no value does.
+    """
+
+    name: str
+    default: Any
+    check: Check
+    doc: str
+    keyword: str
+    argument: Argument | None
+    is_in_recipes: bool
+    spec: SpecForm | None
+    leaves_calls: Callable[[Any], object] | None
+
+    @property
+    def title(self) -> str:
+        """The first sentence of the documentation, as a help text."""
+        sentence = re.split(r"[.;:] ", f"{self.doc} ", maxsplit=1)[0].replace("`", "")
+        return sentence[0].lower() + sentence[1:]
+
+
+def option(
+    *,
+    default: Any = None,
+    check: Check,
+    doc: str,
+    factory: Callable[[], Any] | None = None,
+    keyword: str = "",
+    argument: Argument | None = None,
+    is_in_recipes: bool = False,
+    spec: SpecForm | None = None,
+    leaves_calls: Callable[[Any], object] | None = None,
+) -> Any:
+    """Return the field of an option; see ``Option``, whose name is the field's.
+
+    Args:
+        default: Default value.
+        check: See ``Option``, also for the following.
+        doc: Documentation.
+        factory: Function that computes the default value.
+        keyword: Name of the keyword, if it differs from the field's.
+        argument: Command-line form.
+        is_in_recipes: Whether recipes take it.
+        spec: Compile spec.
+        leaves_calls: Whether a value leaves calls to the CPU.
+    """
+    declared = Option("", default, check, doc, keyword, argument, is_in_recipes, spec, leaves_calls)
+    if factory is not None:
+        return field(default_factory=factory, metadata={_METADATA: declared})
+    return field(default=default, metadata={_METADATA: declared})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(option,))
+def option_class(
+    *, kw_only: bool = False, slots: bool = True
+) -> Callable[[type[_Object]], type[_Object]]:
+    """Return a decorator for a frozen dataclass whose fields are made by ``option``.
+
+    Args:
+        kw_only: See ``dataclasses.dataclass``.
+        slots: See ``dataclasses.dataclass``.
+    """
+    return lambda kind: documented()(dataclass(frozen=True, kw_only=kw_only, slots=slots)(kind))
+
+
+@functools.cache
+def options_of(kind: type[Any]) -> tuple[Option, ...]:
+    """Return what the fields of a dataclass declare, in order."""
+    return tuple(
+        replace(declared, name=f.name, keyword=declared.keyword or f.name)
+        for f in fields(kind)
+        for declared in (f.metadata[_METADATA],)
+    )
+
+
+def check_fields(options: Any) -> None:
+    """Check the values of an instance of a frozen dataclass, and convert them.
+
+    Raises:
+        OptionError: A value is not accepted.
+    """
+    for declared in options_of(type(options)):
+        value = declared.check(declared.keyword, getattr(options, declared.name))
+        object.__setattr__(options, declared.name, value)
+
+
+def documented(options: Iterable[Option] | None = None) -> Callable[[_Object], _Object]:
+    """Return a decorator that writes options into a docstring.
+
+    Args:
+        options: The options; None for the fields of the dataclass that is decorated.
+    """
+
+    def decorate(target: _Object) -> _Object:
+        listed = options_of(target) if options is None else options
+        target.__doc__ = _PLACEHOLDER.sub(
+            lambda match: "\n".join(
+                textwrap.fill(
+                    f"{declared.name if options is None else declared.keyword}: {declared.doc}",
+                    _WIDTH,
+                    initial_indent=match[1],
+                    subsequent_indent=match[1] + "    ",
+                    break_on_hyphens=False,
+                )
+                for declared in listed
+            ),
+            target.__doc__ or "",
+        )
+        return target
+
+    return decorate
+
+
+def takes(
+    make: Callable[_P, _Options], kind: type[_Options]
+) -> Callable[[Callable[[_Owner, _Options], _Result]], Callable[Concatenate[_Owner, _P], _Result]]:
+    """Return a decorator for a method of one argument, the options, which callers pass as keywords.
+
+    Args:
+        make: Returns the options for the arguments of a call; its signature becomes the method's.
+        kind: The dataclass of the options, for the documentation.
+    """
+    declared = {option.keyword: option for option in options_of(kind)}
+    parameters = inspect.signature(make).parameters
+
+    def decorate(
+        method: Callable[[_Owner, _Options], _Result],
+    ) -> Callable[Concatenate[_Owner, _P], _Result]:
+        own = inspect.signature(method)
+        owner = next(iter(own.parameters.values()))
+
+        @functools.wraps(method)
+        def call(this: _Owner, *args: _P.args, **keywords: _P.kwargs) -> _Result:
+            return method(this, make(*args, **keywords))
+
+        call.__dict__["__signature__"] = own.replace(parameters=[owner, *parameters.values()])
+        return documented([declared[name] for name in parameters])(call)
+
+    return decorate

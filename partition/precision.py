@@ -110,7 +110,9 @@ def precision_report(
     )
 
 
-def samples_for(program: ExportedProgram, data: Collection[Collection[Any]] | None) -> list[list[Any]]:
+def samples_for(
+    program: ExportedProgram, data: Collection[Collection[Any]] | None
+) -> list[list[Any]]:
     """Return the inputs to measure a program with, flattened.
 
     Args:

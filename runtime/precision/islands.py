@@ -33,7 +33,7 @@ from coreml_delegate.runtime.precision.runs import (
 from coreml_delegate.runtime.program.ptd import Sources
 from coreml_delegate.runtime.program.pte import Source
 
-MAX_RUNS = 160
+MAX_RUNS = 80
 """Most runs of a search; it then returns the smallest set that reaches the target so far."""
 
 

@@ -253,7 +253,7 @@ def test_refused_calls_at_the_end_do_not_split_the_graph() -> None:
 
 def test_the_json_form_is_complete(report: DelegationReport) -> None:
     content = json.loads(report.to_json())
-    sections = {"summary", "partitions", "obstacles", "buffers", "folds", "nodes"}
+    sections = {"summary", "partitions", "obstacles", "buffers", "folds", "nodes", "precision"}
     assert set(content) == {"schema_version", *sections}
     assert content["partitions"][0]["ops"] == {"aten.linear.default": 1, "aten.tanh.default": 1}
     (obstacle,) = content["obstacles"]

@@ -55,6 +55,19 @@ def values_of(kind: type[enum.Enum]) -> dict[str, Any]:
     return {str(member.value): member for member in kind}
 
 
+def one_of(texts: Mapping[str, Any]) -> Check:
+    """Return a check that the value is one of the texts; the option is the object of the text."""
+
+    def check(name: str, value: Any) -> Any:
+        if value not in texts:
+            raise OptionError(
+                f"{name} has an unknown value", got=repr(value), expected=" | ".join(texts)
+            )
+        return texts[value]
+
+    return check
+
+
 def member(
     kind: type[enum.Enum],
     *,

@@ -12,10 +12,11 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar, dataclass_transform
 
-from coreml_delegate.options.checks import Check
+from coreml_delegate.errors import OptionError
+from coreml_delegate.options.checks import Check, one_of
 
 _METADATA = "option"
 _WIDTH = 100  # columns of a docstring
@@ -37,7 +38,7 @@ class Argument:
         flag: ``--strict``.
         help: Help text; None for the first sentence of the documentation.
         metavar: Name of the value; None to list the choices.
-        parse: Function of the text that returns the value; any ``ValueError`` refuses the text.
+        parse: Function of the text that returns the value.
         choices: The values by their texts, or None for ``parse``.
         is_repeatable: Whether every use of the flag adds an item to a list.
     """
@@ -53,6 +54,21 @@ class Argument:
     def destination(self) -> str:
         """The attribute of the parsed arguments."""
         return self.flag.removeprefix("--").replace("-", "_")
+
+    def value_of(self, name: str, text: str) -> object:
+        """Return the value for a text; the text itself if only a check can refuse it.
+
+        Raises:
+            OptionError: The text is none of the choices, or not parsed; ``name`` is the option's.
+        """
+        if self.choices is not None:
+            return one_of(self.choices)(name, text)
+        try:
+            return self.parse(text)
+        except OptionError:
+            raise
+        except ValueError:
+            return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +94,7 @@ class Option:
 
     Attributes:
         name: Name of the field.
-        default: Default value; None if a function computes it.
+        default: Default value; ``dataclasses.MISSING`` if a function computes it.
         check: Returns the value in the form in which the field has it.
         doc: Documentation, in the form of a docstring.
         keyword: Name of the keyword that sets the option, which messages use.
@@ -130,10 +146,19 @@ def option(
         spec: Compile spec.
         leaves_calls: Whether a value leaves calls to the CPU.
     """
-    declared = Option("", default, check, doc, keyword, argument, is_in_recipes, spec, leaves_calls)
-    if factory is not None:
-        return field(default_factory=factory, metadata={_METADATA: declared})
-    return field(default=default, metadata={_METADATA: declared})
+    form: dict[str, Any] = {"default": default} if factory is None else {"default_factory": factory}
+    declared = Option(
+        name="",
+        default=form.get("default", MISSING),
+        check=check,
+        doc=doc,
+        keyword=keyword,
+        argument=argument,
+        is_in_recipes=is_in_recipes,
+        spec=spec,
+        leaves_calls=leaves_calls,
+    )
+    return field(**form, metadata={_METADATA: declared})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))

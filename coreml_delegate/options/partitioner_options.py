@@ -84,8 +84,8 @@ class PartitionerKeywords:
     lower_full_graph: bool = option(
         default=False,
         check=flag,
-        doc="Raise unless the entire graph can be delegated, and exclude options that leave calls "
-        "to the CPU.",
+        doc="Raise, listing every obstacle, unless the entire graph can be delegated; excludes "
+        "options that leave calls to the CPU.",
         argument=Argument(
             "--full-graph", "like --strict, and refuse options that leave operations to the CPU"
         ),
@@ -150,7 +150,7 @@ class PartitionerKeywords:
     strict: bool = option(
         default=False,
         check=flag,
-        doc="Raise if any call stays on the CPU, for any reason.",
+        doc="Raise, listing every obstacle, if any call stays on the CPU, for any reason.",
         argument=Argument("--strict", "fail if any operation stays on the CPU"),
     )
     keep_fp32: Callable[[Node], bool] | None = option(

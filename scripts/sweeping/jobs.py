@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.options.checks import values_of
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.quantization import QuantizationAssignment, mode_of
-from coreml_delegate.scripts.arguments import ENGINES, PRECISIONS
+from coreml_delegate.scripts.arguments import ENGINES
 from coreml_delegate.targets import Opset
 
 NONE: Final = "none"
@@ -59,7 +61,7 @@ class Options:
             and measures latency on the fastest.
     """
 
-    precision: str = PRECISIONS[0]
+    precision: str = Precision.FLOAT16.value
     quantize: str = NONE
     target: str = AUTO
     engine: str = AUTO
@@ -105,7 +107,7 @@ class Job:
 
 def check_precision(name: str, value: str) -> None:
     """Check a value of ``precision``."""
-    _check_choice(name, value, PRECISIONS)
+    _check_choice(name, value, tuple(values_of(Precision)))
 
 
 def check_engine(name: str, value: str) -> None:

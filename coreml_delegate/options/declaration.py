@@ -20,7 +20,7 @@ from coreml_delegate.options.checks import Check, one_of
 
 _METADATA = "option"
 _WIDTH = 100  # columns of a docstring
-_PLACEHOLDER = re.compile(r"^( *)(?:options|\*\*kwargs): See .*(?:\n\1 +.*)*", re.MULTILINE)
+PLACEHOLDER = re.compile(r"^( *)(?:options|\*\*kwargs): See .*(?:\n\1 +.*)*", re.MULTILINE)
 """The lines of a docstring in place of which the options are written."""
 
 _Object = TypeVar("_Object", bound=Any)
@@ -204,7 +204,7 @@ def documented(options: Iterable[Option] | None = None) -> Callable[[_Object], _
 
     def decorate(target: _Object) -> _Object:
         listed = options_of(target) if options is None else options
-        target.__doc__ = _PLACEHOLDER.sub(
+        target.__doc__ = PLACEHOLDER.sub(
             lambda match: "\n".join(
                 textwrap.fill(
                     f"{declared.name if options is None else declared.keyword}: {declared.doc}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,7 +93,7 @@ def add_options(
 def keywords_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
     """Return the values of the arguments of ``add_options``, by keyword."""
     return {
-        option.keyword: getattr(args, option.argument.destination)
+        option.keyword: getattr(args, option.argument.flag[2:].replace("-", "_"))
         for option in options_of(kind)
         if option.argument is not None
     }
@@ -100,9 +101,9 @@ def keywords_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
 
 def _form(option: Option, argument: Argument) -> dict[str, Any]:
     """Return the keywords of ``add_argument``."""
-    meaning, default = argument.help or option.title, option.default
+    default = option.default
     if default is False:
-        return {"action": "store_true", "help": meaning}
+        return {"action": "store_true", "help": _meaning(option, argument)}
 
     def parse(text: str) -> Any:
         try:
@@ -117,8 +118,20 @@ def _form(option: Option, argument: Argument) -> dict[str, Any]:
         # A text, for the help, which argparse parses.
         "default": None if default is None else str(getattr(default, "value", default)),
         "metavar": argument.metavar or f"{{{','.join(argument.choices or ())}}}",
-        "help": meaning if default is None else f"{meaning} (default: %(default)s)",
+        "help": _meaning(option, argument),
     }
+
+
+def _meaning(option: Option, argument: Argument) -> str:
+    """Return the help text, by default the first sentence of the documentation."""
+    text = argument.help or re.split(r"[.;:] ", f"{option.doc} ")[0].replace("`", "")
+    text = text if text[1].isupper() else text[0].lower() + text[1:]
+    of_none = re.search(r"None for (.*?)[.;] ", f"{option.doc} ")
+    if option.default is None:
+        text += f" (default: {of_none[1]})" if of_none else ""
+    elif option.default is not False:
+        text += " (default: %(default)s)"
+    return f"{text}; repeatable" if argument.is_repeatable else text
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from coreml_delegate.graph.builder import Builder
 from coreml_delegate.graph.emitter import OPERATIONS, REFUSED
 from coreml_delegate.graph.executable import Buffer
 from coreml_delegate.graph.tensor_types import DType
-from coreml_delegate.options.checks import member, values_of
+from coreml_delegate.options.checks import member
 from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit, Precision
 from coreml_delegate.runtime import AUTO, EngineOptions
 from coreml_delegate.runtime.engines.selection import ENGINES
@@ -96,5 +96,5 @@ def _opset(target: Any) -> Opset:
 
 
 def _member(kind: type[enum.Enum], called: str, value: Any) -> Any:
-    texts = values_of(kind) | dict(kind.__members__)
-    return member(kind, message=f"unknown {called}", texts=texts)(called, value)
+    check = member(kind, f"unknown {called}", kind.__members__)
+    return check(called, value.upper() if isinstance(value, str) else value)

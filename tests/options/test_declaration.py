@@ -17,7 +17,6 @@ from coreml_delegate.options.checks import positive
 from coreml_delegate.options.declaration import (
     Argument,
     Option,
-    check_fields,
     option,
     option_class,
     options_of,
@@ -182,9 +181,6 @@ class Example:
     rounds: int = option(
         default=3, check=positive, doc="Number of rounds.", argument=Argument("--rounds")
     )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 class Worker:

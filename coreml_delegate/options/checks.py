@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 from coreml_delegate.errors import OptionError
@@ -56,14 +56,14 @@ def values_of(kind: type[enum.Enum]) -> dict[str, Any]:
     return {str(member.value): member for member in kind}
 
 
-def _unknown(what: str, value: Any, expected: Iterable[str]) -> OptionError:
+def _unknown(what: str, value: Any, expected: Collection[str]) -> OptionError:
     is_named = isinstance(value, str | enum.Enum)
     got = repr(value) if is_named else f"{type(value).__name__} {value!r}"
     return OptionError(what, got=got, expected=" | ".join(expected))
 
 
 def one_of(texts: Mapping[str, Any], message: str = _UNKNOWN) -> Check:
-    """Return a check that the value is one of the texts; the option gets the object of the text.
+    """Return a check that the value is a known text; the option gets the object of the text.
 
     Args:
         texts: Objects by text.

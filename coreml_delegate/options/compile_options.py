@@ -356,7 +356,7 @@ class CompileOptions:
             require_target(self.deployment_target, *requirement)
 
     def to_specs(self) -> list[CompileSpec]:
-        """Return the compile specs in a fixed order, without options that are None."""
+        """Return the compile specs in a fixed order; an option that is None has no spec."""
         # Importing exir takes seconds, and reading options does not need it.
         from executorch.exir.backend.compile_spec_schema import CompileSpec
 

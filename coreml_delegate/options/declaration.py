@@ -86,7 +86,7 @@ class SpecForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What a field declares of its option.
+    """The declaration of an option by its field.
 
     Attributes:
         name: Name of the field.
@@ -125,15 +125,15 @@ def option_class(
     def decorate(kind: type[_Object]) -> type[_Object]:
         if not hasattr(kind, "__post_init__"):
             kind.__post_init__ = check_fields
-        made = dataclass(frozen=True, kw_only=kw_only, slots=slots)(kind)
-        return documented(options_of(made), by_name=True)(made)
+        kind = dataclass(frozen=True, kw_only=kw_only, slots=slots)(kind)
+        return documented(options_of(kind), by_name=True)(kind)
 
     return decorate
 
 
 @functools.cache
 def options_of(kind: type[Any]) -> tuple[Option, ...]:
-    """Return what the fields of a dataclass declare, in order."""
+    """Return the options of a dataclass, in the order of the fields."""
     declared: list[dict[str, Any]] = [
         {"name": f.name, "keyword": f.name, "default": f.default, **f.metadata[_METADATA]}
         for f in fields(kind)

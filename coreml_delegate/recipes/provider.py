@@ -240,7 +240,7 @@ def _is_quantized(module: nn.Module, _path: str) -> bool:
     return has_rows(module) and not is_weight_of_attention(module)
 
 
-def _given(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _values_of(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the options of a dataclass."""
     names = [option.keyword for option in options_of(kind)]
     return {name: values[name] for name in names if name in values}
@@ -249,16 +249,16 @@ def _given(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def _lowering(
     recipe: str, mode: QuantizationMode | None, precision: Precision, values: Mapping[str, Any]
 ) -> LoweringRecipe:
-    given = _given(CompileOptions, values)
-    target = CompileOptions.from_keywords(**given).deployment_target
+    compiling = _values_of(CompileOptions, values)
+    target = CompileOptions.from_keywords(**compiling).deployment_target
     if mode is not None:
         mode.require_target(target, f"{recipe}: minimum_deployment_target")
         target = target or mode.lowering_target
-    given |= {"compute_precision": precision, "minimum_deployment_target": target}
+    compiling |= {"compute_precision": precision, "minimum_deployment_target": target}
     partitioner = CoreMLPartitioner(
-        compile_specs=CoreMLBackend.generate_compile_specs(**given),
+        compile_specs=CoreMLBackend.generate_compile_specs(**compiling),
         take_over_mutable_buffer=target is None or target >= STATE_OPSET,
-        **_given(PartitionerKeywords, values),
+        **_values_of(PartitionerKeywords, values),
     )
     # The configuration of ExecuTorch's other backends, so that recipes can be combined.
     return LoweringRecipe(

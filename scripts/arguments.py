@@ -12,10 +12,13 @@ from typing import Any, BinaryIO
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.files import new_file
+from coreml_delegate.options.checks import values_of
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.options.declaration import Argument, Option, options_of
 from coreml_delegate.options.engine_options import EngineOptions
 from coreml_delegate.scripts import interruption
 
+PRECISIONS = tuple(values_of(Precision))
 # Copies, because importing the engines takes seconds; a test compares them.
 ENGINES = ("auto", "coreml", "openvino", "reference")
 HOSTS = ("auto", "python", "stock")

@@ -51,9 +51,9 @@ class Backend:
         self.opset = _opset(target)
         self.compile_options = dataclasses.replace(
             CompileOptions(),
-            compute_unit=_member(ComputeUnit, "compute unit", compute_units),
+            compute_unit=_member(ComputeUnit, compute_units, "compute unit"),
             deployment_target=self.opset,
-            precision=_member(Precision, "precision", precision),
+            precision=_member(Precision, precision, "precision"),
         )
 
     def builder(self, name: str = "main") -> Builder:
@@ -95,6 +95,6 @@ def _opset(target: Any) -> Opset:
         ) from None
 
 
-def _member(kind: type[enum.Enum], called: str, value: Any) -> Any:
+def _member(kind: type[enum.Enum], value: Any, called: str) -> Any:
     check = member(kind, f"unknown {called}", kind.__members__)
     return check(called, value.upper() if isinstance(value, str) else value)

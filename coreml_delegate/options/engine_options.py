@@ -100,10 +100,7 @@ class EngineOptions:
         return "dynamic_quantization=True" if self.dynamic_quantization else None
 
     def refuse_numerics_option(self, engine: str) -> None:
-        """Raise an error if an option changes the program's numerics.
-
-        Args:
-            engine: Name of an engine without such options, for the message.
+        """Refuse options that change a program's numerics, for an ``engine`` without such options.
 
         Raises:
             OptionError: ``numerics_option`` is set.

@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.checks import values_of
-from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.quantization import QuantizationAssignment, mode_of
-from coreml_delegate.scripts.arguments import ENGINES
+from coreml_delegate.scripts.arguments import ENGINES, PRECISIONS
 from coreml_delegate.targets import Opset
 
 NONE: Final = "none"
@@ -61,7 +59,7 @@ class Options:
             and measures latency on the fastest.
     """
 
-    precision: str = Precision.FLOAT16.value
+    precision: str = PRECISIONS[0]
     quantize: str = NONE
     target: str = AUTO
     engine: str = AUTO
@@ -107,7 +105,7 @@ class Job:
 
 def check_precision(name: str, value: str) -> None:
     """Check a value of ``precision``."""
-    _check_choice(name, value, tuple(values_of(Precision)))
+    _check_choice(name, value, PRECISIONS)
 
 
 def check_engine(name: str, value: str) -> None:

@@ -166,7 +166,8 @@ _JSON: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
 
 
 def _enum_form(key: str, kind: type[enum.Enum], **old: enum.Enum) -> SpecForm:
-    return SpecForm(key, lambda value: value.value, one_of({**values_of(kind), **old}))
+    texts = {**values_of(kind), **old}
+    return SpecForm(key, lambda value: None if value is None else value.value, one_of(texts))
 
 
 def _json_form(
@@ -185,7 +186,7 @@ def _json_form(
     """
 
     def as_text(value: Any) -> str | None:
-        content = encode(value)
+        content = None if value is None else encode(value)
         return None if content is None else json.dumps(content, sort_keys=True)
 
     def decode(name: str, text: str) -> Any:
@@ -245,12 +246,11 @@ class CompileOptions:
         is_in_recipes=True,
         spec=SpecForm(
             "min_deployment_target",
-            lambda value: str(int(value)),
+            lambda value: "" if value is None else str(int(value)),
             one_of(
                 {"": None} | {str(int(opset)): opset for opset in Opset},
                 "{} is not a specification version with ML Programs",
             ),
-            of_none="",
         ),
     )
     precision: Precision = option(
@@ -366,7 +366,7 @@ class CompileOptions:
     def _text_of(self, name: str) -> str | None:
         value, form = getattr(self, name), _SPECS[name]
         try:
-            return form.of_none if value is None else form.encode(value)
+            return form.encode(value)
         except (TypeError, ValueError) as error:
             raise OptionError(
                 f"{name} has a value that a compile spec cannot hold",

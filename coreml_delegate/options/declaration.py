@@ -75,13 +75,11 @@ class SpecForm:
         key: Key of the compile spec.
         encode: Function of the value that returns the text; None for no spec.
         decode: Takes the spec's name for messages, and its text; the option's check follows.
-        of_none: Text for None; None for no spec.
     """
 
     key: str
     encode: Callable[[Any], str | None]
     decode: Check
-    of_none: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

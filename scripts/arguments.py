@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.files import new_file
+from coreml_delegate.options.checks import values_of
+from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.declaration import Argument, Option, options_of
+from coreml_delegate.options.engine_options import EngineOptions
 from coreml_delegate.scripts import interruption
-from coreml_delegate.targets import Opset
 
-# Copies, because importing the enums takes seconds; a test compares them.
-COMPUTE_UNITS = ("all", "cpu_and_gpu", "cpu_and_ne", "cpu_only")
-PRECISIONS = ("float16", "float32")
+PRECISIONS = tuple(values_of(Precision))
+# Copies, because importing the engines takes seconds; a test compares them.
 ENGINES = ("auto", "coreml", "openvino", "reference")
-ENGINE_PRECISIONS = ("f32", "bf16")
 HOSTS = ("auto", "python", "stock")
 _LARGEST = 2**63 - 1
 
@@ -74,26 +76,65 @@ def add_allow_missing_kernels(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_compilation(parser: argparse.ArgumentParser) -> None:
-    """Declare compute unit, precision and deployment target."""
-    parser.add_argument(
-        "--compute-unit",
-        choices=COMPUTE_UNITS,
-        default="all",
-        help="processors that the device may use (default: all)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=PRECISIONS,
-        default="float16",
-        help="floating-point type that Core ML computes in (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--deployment-target",
-        type=deployment_target,
-        metavar="iOS17",
-        help="oldest system to support (default: the oldest the model allows)",
-    )
+def add_options(
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage] - groups have no public type
+    kind: type[Any],
+    names: Collection[str] | None = None,
+) -> None:
+    """Declare the arguments of options.
+
+    Args:
+        parser: Gets the arguments.
+        kind: The dataclass of the options.
+        names: Names of its options; None for all that have a command-line form.
+    """
+    for option in options_of(kind):
+        if option.argument is not None and (names is None or option.name in names):
+            parser.add_argument(option.argument.flag, **_form(option, option.argument))
+
+
+def keywords_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
+    """Return the values of the arguments of ``add_options``, by keyword."""
+    return {
+        option.keyword: getattr(args, option.argument.flag[2:].replace("-", "_"))
+        for option in options_of(kind)
+        if option.argument is not None
+    }
+
+
+def _form(option: Option, argument: Argument) -> dict[str, Any]:
+    """Return the keywords of ``add_argument``."""
+    default = option.default
+    if default is False:
+        return {"action": "store_true", "help": _meaning(option, argument)}
+
+    def parse(text: str) -> Any:
+        try:
+            value = argument.value_of(option.keyword, text)
+            return value if argument.is_repeatable else option.check(option.keyword, value)
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return {
+        "type": parse,
+        "action": "append" if argument.is_repeatable else "store",
+        # A text, for the help, which argparse parses.
+        "default": None if default is None else str(getattr(default, "value", default)),
+        "metavar": argument.metavar or f"{{{','.join(argument.choices or ())}}}",
+        "help": _meaning(option, argument),
+    }
+
+
+def _meaning(option: Option, argument: Argument) -> str:
+    """Return the help text, by default the first sentence of the documentation."""
+    text = argument.help or re.split(r"[.;:] ", f"{option.doc} ")[0].replace("`", "")
+    text = text if text[1].isupper() else text[0].lower() + text[1:]
+    of_none = re.search(r"None for (.*?)[.;] ", f"{option.doc} ")
+    if option.default is None:
+        text += f" (default: {of_none[1]})" if of_none else ""
+    elif option.default is not False:
+        text += " (default: %(default)s)"
+    return f"{text}; repeatable" if argument.is_repeatable else text
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -193,29 +234,7 @@ def add_engine(parser: argparse.ArgumentParser, *, judging: bool = False) -> Non
         help="runner of the other parts of a .pte: torch's kernels (python), ExecuTorch's own "
         "runtime (stock), or python unless only stock can (auto, the default)",
     )
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: the engine's)")
-    parser.add_argument(
-        "--engine-precision",
-        choices=ENGINE_PRECISIONS,
-        default="f32",
-        help="floating-point type that the openvino engine computes in (default: f32)",
-    )
-    parser.add_argument(
-        "--compute-unit",
-        choices=COMPUTE_UNITS,
-        help="processors that the coreml engine may use (default: the compute unit of the export)",
-    )
-    parser.add_argument(
-        "--exact-nan",
-        action="store_true",
-        help="propagate NaN through every op of the openvino engine, which costs some speed",
-    )
-    parser.add_argument(
-        "--dynamic-quantization",
-        action="store_true",
-        help="let the openvino engine round activations to 8 bits where weights are compressed "
-        "integers: faster, less exact",
-    )
+    add_options(parser, EngineOptions)
 
 
 def add_method(parser: argparse.ArgumentParser) -> None:
@@ -385,11 +404,3 @@ def _path_with_suffix(suffixes: Collection[str]) -> Callable[[str], Path]:
         return path
 
     return parse
-
-
-def deployment_target(text: str) -> Opset:
-    """Parse ``iOS17``, ``macOS14`` and so on."""
-    try:
-        return Opset.from_target_name(text)
-    except OptionError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

@@ -12,6 +12,7 @@ from typing import Any, Final
 from coreml_delegate import runtime
 from coreml_delegate.runtime.engines.selection import REFERENCE
 from coreml_delegate.runtime.loading import LoadedModel, LoadedProgram, refuse_pte_options
+from coreml_delegate.scripts.arguments import keywords_of
 from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
 from coreml_delegate.scripts.inputs.random_tensors import generator
 from coreml_delegate.scripts.stablehlo_files import LoadedStableHLO, compile_file, is_stablehlo
@@ -79,13 +80,7 @@ def load_to_diagnose(path: Path, method: str | None) -> LoadedProgram:
 
 def engine_options(args: argparse.Namespace) -> runtime.EngineOptions:
     """Return the engine options of the arguments of ``add_engine``."""
-    return runtime.EngineOptions(
-        threads=args.threads,
-        precision=args.engine_precision,
-        exact_nan=args.exact_nan,
-        dynamic_quantization=args.dynamic_quantization,
-        compute_unit=args.compute_unit,
-    )
+    return runtime.EngineOptions(**keywords_of(args, runtime.EngineOptions))
 
 
 def inputs_for(args: argparse.Namespace, program: LoadedProgram) -> list[Any]:

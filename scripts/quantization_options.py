@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from coreml_delegate.errors import CoreMLDelegateError, OptionError
 from coreml_delegate.quantization import FORMS, QuantizationAssignment, mode_of
 from coreml_delegate.scripts import arguments, console
-from coreml_delegate.targets import Opset
 
 if TYPE_CHECKING:
     from coreml_delegate.exported.source_model import SourceModel
@@ -148,33 +147,22 @@ def read_samples(
     return read_calibration(args.calibration, source, limit=limit, image=image)
 
 
-def compile_specs(
-    assignment: QuantizationAssignment | None,
-    *,
-    precision: str,
-    target: Opset | None,
-    compute_unit: str = "all",
-) -> list[Any]:
+def compile_specs(assignment: QuantizationAssignment | None, **keywords: Any) -> list[Any]:
     """Return the compile specs for lowering a model, quantized or not.
 
     Args:
         assignment: How the model is quantized, or None.
-        precision: ``float16`` or ``float32``.
-        target: Oldest system to support; None for the oldest that model and quantization allow.
-        compute_unit: Processors that the device may use.
+        keywords: Of ``CoreMLBackend.generate_compile_specs``. Without a deployment target it is the
+            oldest that model and quantization allow.
     """
     from coreml_delegate.backend import CoreMLBackend
-    from coreml_delegate.options.compile_options import ComputeUnit, Precision
     from coreml_delegate.quantization.configs import compile_keywords
 
-    if assignment is not None and target is None:
-        target = assignment.newest.lowering_target
-    return CoreMLBackend.generate_compile_specs(
-        compute_unit=ComputeUnit(compute_unit),
-        minimum_deployment_target=target,
-        compute_precision=Precision(precision),
-        **({} if assignment is None else compile_keywords(assignment.mode)),
-    )
+    if assignment is not None:
+        keywords |= compile_keywords(assignment.mode)
+        if keywords["minimum_deployment_target"] is None:
+            keywords["minimum_deployment_target"] = assignment.newest.lowering_target
+    return CoreMLBackend.generate_compile_specs(**keywords)
 
 
 def warn_of_float(in_float: Mapping[str, str]) -> None:

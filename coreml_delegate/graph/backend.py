@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any
 
 from coreml_delegate.errors import OptionError
@@ -10,6 +11,7 @@ from coreml_delegate.graph.builder import Builder
 from coreml_delegate.graph.emitter import OPERATIONS, REFUSED
 from coreml_delegate.graph.executable import Buffer
 from coreml_delegate.graph.tensor_types import DType
+from coreml_delegate.options.checks import member
 from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit, Precision
 from coreml_delegate.runtime import AUTO, EngineOptions
 from coreml_delegate.runtime.engines.selection import ENGINES
@@ -93,10 +95,6 @@ def _opset(target: Any) -> Opset:
         ) from None
 
 
-def _member(kind: Any, member: Any, what: str) -> Any:
-    name = str(getattr(member, "name", member)).upper()
-    if name not in kind.__members__:
-        raise OptionError(
-            f"unknown {what}", got=repr(member), expected=" | ".join(kind.__members__)
-        )
-    return kind[name]
+def _member(kind: type[enum.Enum], value: Any, called: str) -> Any:
+    check = member(kind, f"unknown {called}", kind.__members__)
+    return check(called, value.upper() if isinstance(value, str) else value)

@@ -16,6 +16,7 @@ Raises ``OptionError`` if the value is not accepted.
 """
 
 _LARGEST = 2**63 - 1
+_UNKNOWN = "{} has an unknown value"
 
 
 def refused(name: str, rule: str, value: Any, *, expected: str | None = None) -> OptionError:
@@ -56,35 +57,47 @@ def values_of(kind: type[enum.Enum]) -> dict[str, Any]:
     return {str(member.value): member for member in kind}
 
 
+def _unknown(what: str, value: Any, expected: Collection[str]) -> OptionError:
+    is_named = isinstance(value, str | enum.Enum)
+    got = repr(value) if is_named else f"{type(value).__name__} {value!r}"
+    return OptionError(what, got=got, expected=" | ".join(expected))
+
+
+def one_of(texts: Mapping[str, Any], message: str = _UNKNOWN) -> Check:
+    """Return a check that the value is a known text; the option gets the object of the text.
+
+    Args:
+        texts: Objects by text.
+        message: The error of other values; ``{}`` is the option's name.
+    """
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, str) and value in texts:
+            return texts[value]
+        raise _unknown(message.format(name), value, texts)
+
+    return check
+
+
 def member(
-    kind: type[enum.Enum],
-    *,
-    message: str = "{} has an unknown value",
-    texts: Mapping[str, Any] | None = None,
+    kind: type[enum.Enum], message: str = _UNKNOWN, texts: Mapping[str, Any] | None = None
 ) -> Check:
     """Return a check that the value is a member of ``kind``, or of an enum with the same names.
 
     Args:
-        kind: The enum; the check returns its member.
-        message: The error of other values; ``{}`` is the option's name.
+        kind: The enum; the option gets its member.
+        message: See ``one_of``.
         texts: Members by texts that are accepted as well.
     """
-    accepted = {} if texts is None else texts
 
-    def check(name: str, value: Any) -> enum.Enum:
+    def check(name: str, value: Any) -> Any:
         if isinstance(value, kind):
             return value
-        if isinstance(value, str) and value in accepted:
-            return accepted[value]
         if isinstance(value, enum.Enum) and value.name in kind.__members__:
             return kind[value.name]
-        names = [m.name if texts is None else str(m.value) for m in kind]
-        is_named = isinstance(value, str | enum.Enum)
-        raise OptionError(
-            message.format(name),
-            got=repr(value) if is_named else f"{type(value).__name__} {value!r}",
-            expected=" | ".join(names),
-        )
+        if texts is None:
+            raise _unknown(message.format(name), value, kind.__members__)
+        return one_of(texts, message)(name, value)
 
     return check
 

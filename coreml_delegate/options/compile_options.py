@@ -23,6 +23,7 @@ import enum
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
@@ -32,6 +33,7 @@ from coreml_delegate.options.checks import (
     instance,
     list_of,
     member,
+    one_of,
     optional,
     refused,
     values_of,
@@ -39,7 +41,6 @@ from coreml_delegate.options.checks import (
 from coreml_delegate.options.declaration import (
     Argument,
     SpecForm,
-    check_fields,
     option,
     option_class,
     options_of,
@@ -106,13 +107,6 @@ def is_own(specs: Iterable[CompileSpec]) -> bool:
     return any(isinstance(spec.key, OwnKey) for spec in specs)
 
 
-_OLD_COMPUTE_UNITS = {
-    "cpu": ComputeUnit.CPU_ONLY,
-    "gpu": ComputeUnit.CPU_AND_GPU,
-    "ane": ComputeUnit.CPU_AND_NE,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class KeepFp32:
     """Ops, modules and calls that compute in fp32 in a model that computes in fp16.
@@ -129,12 +123,14 @@ class KeepFp32:
     nodes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, value: Mapping[str, Any]) -> KeepFp32:
+    def of(cls, value: KeepFp32 | Mapping[str, Any]) -> KeepFp32:
         """Read lists of names by kind.
 
         Raises:
             OptionError: A kind is unknown, or a value is not a list of names.
         """
+        if isinstance(value, KeepFp32):
+            return value
         kinds = [f.name for f in fields(cls)]
         instance(Mapping, "a dictionary of lists of names")("keep_fp32", value)
         for kind, names in value.items():
@@ -159,14 +155,29 @@ def checked_specs(specs: Iterable[CompileSpec]) -> Sequence[CompileSpec]:
     return cast("Sequence[CompileSpec]", specs)
 
 
-def _enum_form(key: str, kind: type[enum.Enum], old: Mapping[str, enum.Enum] = {}) -> SpecForm:
-    return SpecForm(key, lambda value: value.value, member(kind, texts=values_of(kind) | dict(old)))
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(
+        isinstance(name, str) for name in cast("Sequence[object]", value)
+    )
+
+
+_JSON: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
+    {
+        "a JSON object": lambda content: isinstance(content, dict),
+        "a JSON list": lambda content: isinstance(content, list),
+        "a JSON list of strings": _is_names,
+    }
+)
+
+
+def _enum_form(key: str, kind: type[enum.Enum], **old: enum.Enum) -> SpecForm:
+    texts = {**values_of(kind), **old}
+    return SpecForm(key, lambda value: None if value is None else value.value, one_of(texts))
 
 
 def _json_form(
     key: str,
-    expected: str,
-    accepts: Callable[[Any], bool],
+    kind: str,
     encode: Callable[[Any], Any] = lambda value: value,
     build: Callable[[Any], Any] = lambda content: content,
 ) -> SpecForm:
@@ -174,14 +185,13 @@ def _json_form(
 
     Args:
         key: Key of the spec.
-        expected: The accepted content, for messages.
-        accepts: Whether content is accepted.
+        kind: A kind of ``_JSON``.
         encode: Returns the content of a value, or None for no spec.
         build: Returns the value of content.
     """
 
     def as_text(value: Any) -> str | None:
-        content = encode(value)
+        content = None if value is None else encode(value)
         return None if content is None else json.dumps(content, sort_keys=True)
 
     def decode(name: str, text: str) -> Any:
@@ -189,44 +199,11 @@ def _json_form(
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise OptionError(f"{name} is not JSON", got=str(error)) from error
-        if not accepts(content):
-            raise OptionError(name, got=repr(content), expected=expected)
+        if not _JSON[kind](content):
+            raise OptionError(name, got=repr(content), expected=kind)
         return build(content)
 
     return SpecForm(key, as_text, decode)
-
-
-def _decode_target(name: str, text: str) -> Opset | None:
-    if not text:
-        return None
-    try:
-        return Opset(int(text))
-    except ValueError:
-        raise OptionError(
-            f"{name} is not a specification version with ML Programs",
-            got=repr(text),
-            expected=", ".join(f"{o.value} ({o.name})" for o in Opset),
-        ) from None
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(
-        isinstance(name, str) for name in cast("Sequence[object]", value)
-    )
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _keep_fp32(_: str, value: Any) -> KeepFp32:
-    if value is None:
-        return KeepFp32()
-    return value if isinstance(value, KeepFp32) else KeepFp32.of(value)
 
 
 def _keep_fp32_names(value: KeepFp32) -> dict[str, Any] | None:
@@ -251,28 +228,34 @@ class CompileOptions:
 
     compute_unit: ComputeUnit = option(
         default=ComputeUnit.ALL,
-        check=member(ComputeUnit, message="{} must be a coremltools.ComputeUnit"),
+        check=member(ComputeUnit, "{} must be a coremltools.ComputeUnit"),
         doc="Processors that the device may use: ``coremltools.ComputeUnit`` or our "
         "``ComputeUnit``.",
         argument=Argument("--compute-unit", choices=values_of(ComputeUnit)),
         is_in_recipes=True,
-        spec=_enum_form("compute_units", ComputeUnit, _OLD_COMPUTE_UNITS),
+        spec=_enum_form(
+            "compute_units",
+            ComputeUnit,
+            cpu=ComputeUnit.CPU_ONLY,
+            gpu=ComputeUnit.CPU_AND_GPU,
+            ane=ComputeUnit.CPU_AND_NE,
+        ),
     )
     deployment_target: Opset | None = option(
         default=None,
-        check=optional(member(Opset, message="{} must be a coremltools.target")),
+        check=optional(member(Opset, "{} must be a coremltools.target")),
         doc="Oldest system to support: ``coremltools.target`` or ``Opset``, iOS15 or later; None "
         "for the oldest that the model needs.",
         keyword="minimum_deployment_target",
-        argument=Argument(
-            "--deployment-target",
-            "oldest system to support (default: the oldest the model allows)",
-            "iOS17",
-            Opset.from_target_name,
-        ),
+        argument=Argument("--deployment-target", metavar="iOS17", parse=Opset.from_target_name),
         is_in_recipes=True,
         spec=SpecForm(
-            "min_deployment_target", lambda value: str(int(value)), _decode_target, of_none=""
+            "min_deployment_target",
+            lambda value: "" if value is None else str(int(value)),
+            one_of(
+                {"": None} | {str(int(opset)): opset for opset in Opset},
+                "{} is not a specification version with ML Programs",
+            ),
         ),
     )
     precision: Precision = option(
@@ -296,7 +279,7 @@ class CompileOptions:
         check=_unnamed(checked_linear),
         doc="Keywords of coremltools' ``OpLinearQuantizerConfig``, to quantize the weights after "
         "conversion, except embedding tables; None for no quantization.",
-        spec=_json_form(LINEAR_OPTION, "a JSON object", _is_object),
+        spec=_json_form(LINEAR_OPTION, "a JSON object"),
     )
     weight_compression: tuple[Stage, ...] | None = option(
         default=None,
@@ -304,21 +287,21 @@ class CompileOptions:
         doc="Compression of the weights after conversion, by quantization, palettization or "
         "pruning: a dictionary for coremltools' ``OptimizationConfig.from_dict``, or a list of "
         "dictionaries to apply in turn; None for no compression.",
-        spec=_json_form(COMPRESSION_KEY, "a JSON list", _is_list),
+        spec=_json_form(COMPRESSION_KEY, "a JSON list"),
     )
     pass_names: tuple[str, ...] | None = option(
         default=None,
         check=optional(list_of("names of graph passes", str)),
         doc="Graph passes of coremltools to run; None for its default pipeline.",
-        spec=_json_form("pass_pipeline", "a JSON list of strings", _is_names),
+        spec=_json_form("pass_pipeline", "a JSON list of strings"),
     )
     keep_fp32: KeepFp32 = option(
         default=KeepFp32(),
-        check=_keep_fp32,
+        check=lambda _, value: KeepFp32.of({} if value is None else value),
         doc="Parts of an fp16 model that compute in fp32: types of MIL ops under ``ops``, paths or "
         'class names of modules under ``modules``, as in ``{"ops": ["softmax"]}``; see '
         "``KeepFp32``.",
-        spec=_json_form("keep_fp32", "a JSON object", _is_object, _keep_fp32_names),
+        spec=_json_form("keep_fp32", "a JSON object", _keep_fp32_names),
     )
     enumerated_shapes: EnumeratedShapes | None = option(
         default=None,
@@ -326,11 +309,7 @@ class CompileOptions:
         doc="Supported combinations of input shapes; None for all shapes that the program was "
         "exported for.",
         spec=_json_form(
-            "enumerated_shapes",
-            "a JSON list",
-            _is_list,
-            EnumeratedShapes.encode,
-            EnumeratedShapes.decode,
+            "enumerated_shapes", "a JSON list", EnumeratedShapes.encode, EnumeratedShapes.decode
         ),
     )
     weight_sharing: WeightSharing | None = option(
@@ -341,9 +320,6 @@ class CompileOptions:
         keyword="strategy",
         spec=_enum_form("multimethod_weight_sharing_strategy", WeightSharing),
     )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @classmethod
     def from_keywords(
@@ -386,7 +362,7 @@ class CompileOptions:
             require_target(self.deployment_target, *requirement)
 
     def to_specs(self) -> list[CompileSpec]:
-        """Return the compile specs in a fixed order, without options that are None."""
+        """Return the compile specs in a fixed order; an option that is None has no spec."""
         # Importing exir takes seconds, and reading options does not need it.
         from executorch.exir.backend.compile_spec_schema import CompileSpec
 
@@ -396,7 +372,7 @@ class CompileOptions:
     def _text_of(self, name: str) -> str | None:
         value, form = getattr(self, name), _SPECS[name]
         try:
-            return form.of_none if value is None else form.encode(value)
+            return form.encode(value)
         except (TypeError, ValueError) as error:
             raise OptionError(
                 f"{name} has a value that a compile spec cannot hold",

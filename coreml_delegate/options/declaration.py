@@ -1,8 +1,8 @@
 """The declaration of an option: one field of a dataclass, which drives every form of the option.
 
-``option`` makes the field, ``option_class`` the dataclass. ``check_fields`` checks and converts the
-values of an instance, ``takes`` gives a method the fields as keywords, ``documented`` writes them
-into docstrings. The command line, the recipes and the tables in ``docs/`` read ``options_of``.
+``option`` makes the field, ``option_class`` the dataclass, which checks and converts its values.
+``takes`` gives a method the fields as keywords, ``documented`` writes them into docstrings. The
+command line, the recipes and the tables in ``docs/`` read ``options_of``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar, dataclass_transform
 
-from coreml_delegate.options.checks import Check
+from coreml_delegate.errors import OptionError
+from coreml_delegate.options.checks import Check, one_of
+
+PLACEHOLDER = re.compile(r"^( *)(?:options|\*\*kwargs): See .*(?:\n\1 +.*)*", re.MULTILINE)
+"""The lines of a docstring in place of which the options are written."""
 
 _METADATA = "option"
 _WIDTH = 100  # columns of a docstring
-_PLACEHOLDER = re.compile(r"^( *)(?:options|\*\*kwargs): See .*(?:\n\1 +.*)*", re.MULTILINE)
-"""The lines of a docstring in place of which the options are written."""
 
 _Object = TypeVar("_Object", bound=Any)
 _Options = TypeVar("_Options")
@@ -37,7 +39,7 @@ class Argument:
         flag: ``--strict``.
         help: Help text; None for the first sentence of the documentation.
         metavar: Name of the value; None to list the choices.
-        parse: Function of the text that returns the value; any ``ValueError`` refuses the text.
+        parse: Function of the text that returns the value.
         choices: The values by their texts, or None for ``parse``.
         is_repeatable: Whether every use of the flag adds an item to a list.
     """
@@ -49,10 +51,20 @@ class Argument:
     choices: Mapping[str, object] | None = None
     is_repeatable: bool = False
 
-    @property
-    def destination(self) -> str:
-        """The attribute of the parsed arguments."""
-        return self.flag.removeprefix("--").replace("-", "_")
+    def value_of(self, name: str, text: str) -> object:
+        """Return the value for a text; the text itself if only a check can refuse it.
+
+        Raises:
+            OptionError: The text is none of the choices, or not parsed; ``name`` is the option's.
+        """
+        if self.choices is not None:
+            return one_of(self.choices)(name, text)
+        try:
+            return self.parse(text)
+        except OptionError:
+            raise
+        except ValueError:
+            return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +75,20 @@ class SpecForm:
         key: Key of the compile spec.
         encode: Function of the value that returns the text; None for no spec.
         decode: Takes the spec's name for messages, and its text; the option's check follows.
-        of_none: Text for None; None for no spec.
     """
 
     key: str
     encode: Callable[[Any], str | None]
     decode: Check
-    of_none: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What a field declares of its option.
+    """The declaration of an option by its field.
 
     Attributes:
         name: Name of the field.
-        default: Default value; None if a function computes it.
+        default: Default value; ``dataclasses.MISSING`` if a function computes it.
         check: Returns the value in the form in which the field has it.
         doc: Documentation, in the form of a docstring.
         keyword: Name of the keyword that sets the option, which messages use.
@@ -93,70 +103,40 @@ class Option:
     check: Check
     doc: str
     keyword: str
-    argument: Argument | None
-    is_in_recipes: bool
-    spec: SpecForm | None
-    leaves_calls: Callable[[Any], object] | None
-
-    @property
-    def title(self) -> str:
-        """The first sentence of the documentation, as a help text."""
-        sentence = re.split(r"[.;:] ", f"{self.doc} ", maxsplit=1)[0].replace("`", "")
-        return sentence[0].lower() + sentence[1:]
+    argument: Argument | None = None
+    is_in_recipes: bool = False
+    spec: SpecForm | None = None
+    leaves_calls: Callable[[Any], object] | None = None
 
 
-def option(
-    *,
-    default: Any = None,
-    check: Check,
-    doc: str,
-    factory: Callable[[], Any] | None = None,
-    keyword: str = "",
-    argument: Argument | None = None,
-    is_in_recipes: bool = False,
-    spec: SpecForm | None = None,
-    leaves_calls: Callable[[Any], object] | None = None,
-) -> Any:
-    """Return the field of an option; see ``Option``, whose name is the field's.
-
-    Args:
-        default: Default value.
-        check: See ``Option``, also for the following.
-        doc: Documentation.
-        factory: Function that computes the default value.
-        keyword: Name of the keyword, if it differs from the field's.
-        argument: Command-line form.
-        is_in_recipes: Whether recipes take it.
-        spec: Compile spec.
-        leaves_calls: Whether a value leaves calls to the CPU.
-    """
-    declared = Option("", default, check, doc, keyword, argument, is_in_recipes, spec, leaves_calls)
-    if factory is not None:
-        return field(default_factory=factory, metadata={_METADATA: declared})
-    return field(default=default, metadata={_METADATA: declared})
+def option(*, default: Any = MISSING, factory: Any = MISSING, **declaration: Any) -> Any:
+    """Return the field of an option; ``declaration`` has the attributes of its ``Option``."""
+    return field(default=default, default_factory=factory, metadata={_METADATA: declaration})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
 def option_class(
     *, kw_only: bool = False, slots: bool = True
 ) -> Callable[[type[_Object]], type[_Object]]:
-    """Return a decorator for a frozen dataclass whose fields are made by ``option``.
+    """Return a decorator for a frozen dataclass with fields of ``option``, which are checked."""
 
-    Args:
-        kw_only: See ``dataclasses.dataclass``.
-        slots: See ``dataclasses.dataclass``.
-    """
-    return lambda kind: documented()(dataclass(frozen=True, kw_only=kw_only, slots=slots)(kind))
+    def decorate(kind: type[_Object]) -> type[_Object]:
+        if not hasattr(kind, "__post_init__"):
+            kind.__post_init__ = check_fields
+        kind = dataclass(frozen=True, kw_only=kw_only, slots=slots)(kind)
+        return documented(options_of(kind), by_name=True)(kind)
+
+    return decorate
 
 
 @functools.cache
 def options_of(kind: type[Any]) -> tuple[Option, ...]:
-    """Return what the fields of a dataclass declare, in order."""
-    return tuple(
-        replace(declared, name=f.name, keyword=declared.keyword or f.name)
+    """Return the options of a dataclass, in the order of the fields."""
+    declared: list[dict[str, Any]] = [
+        {"name": f.name, "keyword": f.name, "default": f.default, **f.metadata[_METADATA]}
         for f in fields(kind)
-        for declared in (f.metadata[_METADATA],)
-    )
+    ]
+    return tuple(Option(**attributes) for attributes in declared)
 
 
 def check_fields(options: Any) -> None:
@@ -170,28 +150,20 @@ def check_fields(options: Any) -> None:
         object.__setattr__(options, declared.name, value)
 
 
-def documented(options: Iterable[Option] | None = None) -> Callable[[_Object], _Object]:
-    """Return a decorator that writes options into a docstring.
+def documented(options: Iterable[Option], *, by_name: bool = False) -> Callable[[_Object], _Object]:
+    """Return a decorator that writes options, by keyword or by name, into a docstring."""
+    texts = [f"{o.name if by_name else o.keyword}: {o.doc}" for o in options]
 
-    Args:
-        options: The options; None for the fields of the dataclass that is decorated.
-    """
+    def write(match: re.Match[str]) -> str:
+        indent = match[1]
+        wrap = functools.partial(textwrap.fill, width=_WIDTH, break_on_hyphens=False)
+        lines = (
+            wrap(text, initial_indent=indent, subsequent_indent=f"{indent}    ") for text in texts
+        )
+        return "\n".join(lines)
 
     def decorate(target: _Object) -> _Object:
-        listed = options_of(target) if options is None else options
-        target.__doc__ = _PLACEHOLDER.sub(
-            lambda match: "\n".join(
-                textwrap.fill(
-                    f"{declared.name if options is None else declared.keyword}: {declared.doc}",
-                    _WIDTH,
-                    initial_indent=match[1],
-                    subsequent_indent=match[1] + "    ",
-                    break_on_hyphens=False,
-                )
-                for declared in listed
-            ),
-            target.__doc__ or "",
-        )
+        target.__doc__ = PLACEHOLDER.sub(write, target.__doc__ or "")
         return target
 
     return decorate
@@ -220,6 +192,6 @@ def takes(
             return method(this, make(*args, **keywords))
 
         call.__dict__["__signature__"] = own.replace(parameters=[owner, *parameters.values()])
-        return documented([declared[name] for name in parameters])(call)
+        return documented(declared[name] for name in parameters)(call)
 
     return decorate

@@ -8,7 +8,7 @@ from typing import Any
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.entry_cache import CacheOptions
 from coreml_delegate.options.checks import flag, instance, integer, member, optional, values_of
-from coreml_delegate.options.declaration import Argument, check_fields, option, option_class
+from coreml_delegate.options.declaration import Argument, option, option_class
 from coreml_delegate.targets import ComputeUnit
 
 
@@ -45,11 +45,11 @@ class EngineOptions:
         check=optional(_threads),
         doc="CPU threads of a call on the openvino engine; None for all. With 1, calls of several "
         "threads compute side by side; otherwise one after the other, each on all its threads.",
-        argument=Argument("--threads", "CPU threads (default: the engine's)", "N", int),
+        argument=Argument("--threads", metavar="N", parse=int),
     )
     precision: Precision | str = option(
         default=Precision.F32,
-        check=member(Precision, message="unknown engine precision", texts=values_of(Precision)),
+        check=member(Precision, "unknown engine precision", texts=values_of(Precision)),
         doc="Floating-point type that the openvino engine computes in: a ``Precision`` or its "
         'value, ``"f32"`` or ``"bf16"``.',
         argument=Argument("--engine-precision", choices=values_of(Precision)),
@@ -59,10 +59,7 @@ class EngineOptions:
         check=flag,
         doc="Propagate NaN through every op of the openvino engine, even where its kernels lose it "
         "and have to be replaced by slower kernels.",
-        argument=Argument(
-            "--exact-nan",
-            "propagate NaN through every op of the openvino engine, which costs some speed",
-        ),
+        argument=Argument("--exact-nan"),
     )
     cache: CacheOptions | None = option(
         factory=CacheOptions.from_environment,
@@ -78,16 +75,10 @@ class EngineOptions:
     )
     compute_unit: ComputeUnit | str | None = option(
         default=None,
-        check=optional(
-            member(ComputeUnit, message="unknown compute unit", texts=values_of(ComputeUnit))
-        ),
+        check=optional(member(ComputeUnit, "unknown compute unit", texts=values_of(ComputeUnit))),
         doc="Processors that the coreml engine may use: a ``ComputeUnit`` or its value, such as "
         '``"cpu_only"``; None for the compute unit of the export.',
-        argument=Argument(
-            "--compute-unit",
-            "processors that the coreml engine may use (default: the compute unit of the export)",
-            choices=values_of(ComputeUnit),
-        ),
+        argument=Argument("--compute-unit", choices=values_of(ComputeUnit)),
     )
     dynamic_quantization: bool = option(
         default=False,
@@ -95,15 +86,8 @@ class EngineOptions:
         doc="Let the openvino engine round activations to 8 bits where they are multiplied by "
         "weights compressed to integers of 4 or 8 bits. Each call computes a scale for every 32 "
         "activations.",
-        argument=Argument(
-            "--dynamic-quantization",
-            "let the openvino engine round activations to 8 bits where weights are compressed "
-            "integers: faster, less exact",
-        ),
+        argument=Argument("--dynamic-quantization"),
     )
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def numerics_option(self) -> str | None:
@@ -116,10 +100,7 @@ class EngineOptions:
         return "dynamic_quantization=True" if self.dynamic_quantization else None
 
     def refuse_numerics_option(self, engine: str) -> None:
-        """Raise an error if an option changes the program's numerics.
-
-        Args:
-            engine: Name of an engine without such options, for the message.
+        """Refuse options that change a program's numerics, for an ``engine`` without such options.
 
         Raises:
             OptionError: ``numerics_option`` is set.

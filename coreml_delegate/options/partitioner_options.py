@@ -36,8 +36,8 @@ def _is_set(value: object) -> bool:
     return value is not None
 
 
-def _names(flag: str, help: str) -> Argument:
-    return Argument(flag, f"{help}; repeatable", "NAME", is_repeatable=True)
+def _names(flag: str) -> Argument:
+    return Argument(flag, metavar="NAME", is_repeatable=True)
 
 
 @option_class(kw_only=True, slots=False)
@@ -54,11 +54,9 @@ class PartitionerKeywords:
     skip_ops_for_coreml_delegation: Collection[str] | None = option(
         default=None,
         check=_OPERATORS,
-        doc="Operators to keep on the CPU: ``aten.add.Tensor``, ``aten::add.Tensor``, "
+        doc="Operators to keep on the CPU, such as ``aten.add.Tensor``, ``aten::add.Tensor``, "
         "``add.Tensor``, ``aten.add`` (all overloads) or ``add``.",
-        argument=_names(
-            "--skip-op", "operator to leave to the CPU, for example aten.add.Tensor or add"
-        ),
+        argument=_names("--skip-op"),
         is_in_recipes=True,
         leaves_calls=bool,
     )
@@ -84,36 +82,31 @@ class PartitionerKeywords:
     lower_full_graph: bool = option(
         default=False,
         check=flag,
-        doc="Raise unless the entire graph can be delegated, and exclude options that leave calls "
-        "to the CPU.",
-        argument=Argument(
-            "--full-graph", "like --strict, and refuse options that leave operations to the CPU"
-        ),
+        doc="Fail, listing every obstacle, unless the entire graph can be delegated, and refuse "
+        "options that leave calls to the CPU.",
+        argument=Argument("--full-graph"),
         is_in_recipes=True,
     )
     only_ops: Collection[str] | None = option(
         default=None,
         check=_OPERATORS,
         doc="Operators to delegate, and no others; None for all.",
-        argument=_names("--only-op", "operator to delegate, and no others"),
+        argument=_names("--only-op"),
         leaves_calls=_is_set,
     )
     skip_modules: Collection[str | type[nn.Module]] | None = option(
         default=None,
         check=_MODULES,
-        doc="Modules to keep on the CPU.",
-        argument=_names(
-            "--skip-module",
-            "module to leave to the CPU: a path like layers.0, a path with wildcards, or a class "
-            "like torch.nn.LayerNorm",
-        ),
+        doc="Modules to keep on the CPU, by paths like ``layers.0``, paths with wildcards, or "
+        "classes like ``torch.nn.LayerNorm``.",
+        argument=_names("--skip-module"),
         leaves_calls=bool,
     )
     only_modules: Collection[str | type[nn.Module]] | None = option(
         default=None,
         check=_MODULES,
         doc="Modules to delegate, and nothing outside them; None for all.",
-        argument=_names("--only-module", "module to delegate, and nothing outside it"),
+        argument=_names("--only-module"),
         leaves_calls=_is_set,
     )
     node_filter: Callable[[Node], bool] | None = option(
@@ -128,30 +121,20 @@ class PartitionerKeywords:
         check=positive,
         doc="Keep partitions of fewer operations on the CPU, except partitions with weights that "
         "``quantize_`` compressed, for which the CPU has no kernel.",
-        argument=Argument(
-            "--min-partition-nodes",
-            "leave partitions of fewer operations to the CPU",
-            "N",
-            int,
-        ),
+        argument=Argument("--min-partition-nodes", metavar="N", parse=int),
         leaves_calls=(1).__ne__,
     )
     max_partitions: int | None = option(
         default=None,
         check=or_none(positive),
-        doc="Delegate at most this many partitions, those with the most estimated FLOPs.",
-        argument=Argument(
-            "--max-partitions",
-            "delegate at most N partitions, those with the most estimated FLOPs",
-            "N",
-            int,
-        ),
+        doc="Delegate at most this number of partitions, those with the most estimated FLOPs.",
+        argument=Argument("--max-partitions", metavar="N", parse=int),
     )
     strict: bool = option(
         default=False,
         check=flag,
-        doc="Raise if any call stays on the CPU, for any reason.",
-        argument=Argument("--strict", "fail if any operation stays on the CPU"),
+        doc="Fail, listing every obstacle, if any call stays on the CPU, for any reason.",
+        argument=Argument("--strict"),
     )
     keep_fp32: Callable[[Node], bool] | None = option(
         default=None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.scripts import arguments, console, interruption
 from coreml_delegate.scripts.commands import Command
 
@@ -30,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=".mlpackage, or .pte with one Core ML delegate",
     )
-    arguments.add_compilation(parser)
+    arguments.add_options(
+        parser, CompileOptions, ("compute_unit", "precision", "deployment_target")
+    )
     parser.set_defaults(precision="float32")
     parser.add_argument(
         "--state",

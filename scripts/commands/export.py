@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import LoweringError
+from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.patches.third_party import quiet_import, wrap_errors
 from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_outputs, new_output
@@ -62,48 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model's outputs for them",
     )
     arguments.add_allow_missing_kernels(parser)
-    arguments.add_compilation(parser)
-    _add_filters(parser)
+    arguments.add_options(parser, CompileOptions)
+    arguments.add_options(parser.add_argument_group("what to delegate"), PartitionerKeywords)
     flexible_shapes.add_flexible_shapes(parser)
     quantization_options.add_quantization(parser)
     arguments.add_report(parser, _FORMS, what="the delegation report")
     arguments.add_force(parser)
     arguments.add_json(parser)
     parser.set_defaults(refuse_usage=parser.error)
-
-
-def _add_filters(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that leave operations to the CPU."""
-    group = parser.add_argument_group("what to delegate")
-    module = "a path like layers.0, a path with wildcards, or a class like torch.nn.LayerNorm"
-    for option, meaning in (
-        ("--skip-op", "operator to leave to the CPU, for example aten.add.Tensor or add"),
-        ("--only-op", "operator to delegate, and no others"),
-        ("--skip-module", f"module to leave to the CPU: {module}"),
-        ("--only-module", "module to delegate, and nothing outside it"),
-    ):
-        group.add_argument(option, action="append", metavar="NAME", help=f"{meaning}; repeatable")
-    group.add_argument(
-        "--min-partition-nodes",
-        type=arguments.positive,
-        default=1,
-        metavar="N",
-        help="leave partitions of fewer operations to the CPU (default: 1)",
-    )
-    group.add_argument(
-        "--max-partitions",
-        type=arguments.positive,
-        metavar="N",
-        help="delegate at most N partitions, those with the most estimated FLOPs",
-    )
-    group.add_argument(
-        "--strict", action="store_true", help="fail if any operation stays on the CPU"
-    )
-    group.add_argument(
-        "--full-graph",
-        action="store_true",
-        help="like --strict, and refuse options that leave operations to the CPU",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -323,10 +291,7 @@ def _partitioner(
     from coreml_delegate.partition import CoreMLPartitioner
 
     specs = quantization_options.compile_specs(
-        assignment,
-        precision=args.precision,
-        target=args.deployment_target,
-        compute_unit=args.compute_unit,
+        assignment, **arguments.keywords_of(args, CompileOptions)
     )
     if source is not None:
         program = source.export()
@@ -335,15 +300,7 @@ def _partitioner(
         by_node = {str(in_graph.get(name, name)): choices for name, choices in shapes.items()}
         specs.append(CoreMLBackend.generate_enumerated_shapes_compile_spec(program, by_node))
     return CoreMLPartitioner(
-        compile_specs=specs,
-        skip_ops_for_coreml_delegation=args.skip_op,
-        only_ops=args.only_op,
-        skip_modules=args.skip_module,
-        only_modules=args.only_module,
-        min_partition_nodes=args.min_partition_nodes,
-        max_partitions=args.max_partitions,
-        strict=args.strict,
-        lower_full_graph=args.full_graph,
+        compile_specs=specs, **arguments.keywords_of(args, PartitionerKeywords)
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_output, new_output
 from coreml_delegate.scripts.commands import Command
@@ -28,7 +29,7 @@ _CONTEXT = 2048  # tokens
 _CHUNK = {"io": 64, "state": 8}
 _ANSWER_CHUNK = 8  # of encoder-decoder models, whose prompts have few tokens
 _GROUP = 32
-_BYTES = {"float16": 2, "float32": 4}  # of an element that is not quantized
+_BYTES = {Precision.FLOAT16: 2, Precision.FLOAT32: 4}  # of an element that is not quantized
 CACHES = ("io", "state")
 
 
@@ -94,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_quantization(parser)
     arguments.add_allow_missing_kernels(parser)
-    arguments.add_compilation(parser)
+    arguments.add_options(parser, CompileOptions)
     arguments.add_force(parser)
     arguments.add_json(parser)
     parser.set_defaults(refuse_usage=parser.error)
@@ -274,17 +275,14 @@ def _export(
 
 def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
     from coreml_delegate.backend import CoreMLBackend
-    from coreml_delegate.options.compile_options import ComputeUnit, Precision, WeightSharing
     from coreml_delegate.partition import CoreMLPartitioner
     from coreml_delegate.targets import Opset
 
     # Methods share weights from here on.
     target = args.deployment_target or Opset.iOS18
-    specs = CoreMLBackend.generate_compile_specs(
-        compute_unit=ComputeUnit(args.compute_unit),
-        minimum_deployment_target=target,
-        compute_precision=Precision(args.precision),
-    )
+    keywords = arguments.keywords_of(args, CompileOptions)
+    keywords["minimum_deployment_target"] = target
+    specs = CoreMLBackend.generate_compile_specs(**keywords)
     if layout.source is not None and target >= Opset.iOS18:
         # An encoder of audio may share no weight with the decoder, and is kept with it.
         specs.append(

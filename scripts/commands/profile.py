@@ -94,7 +94,7 @@ def _write_page(args: argparse.Namespace, profile: Profile, other: Profile | Non
     from coreml_delegate.scripts.roofline import measure_machine
 
     with console.step("Measuring this machine"):
-        machine = measure_machine(args.threads, args.engine_precision)
+        machine = measure_machine(args.threads, args.engine_precision.value)
     page = to_html(
         profile,
         machine,

@@ -14,6 +14,7 @@ from typing import Any
 
 from coreml_delegate.exported.source_model import SourceModel
 from coreml_delegate.formats.files import new_file
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.partition.export import export_model, lower_methods
 from coreml_delegate.quantization import QuantizationAssignment
@@ -121,7 +122,9 @@ def _lower(
         source, in_float = quantized.source, quantized.in_float
     partitioner = CoreMLPartitioner(
         compile_specs=compile_specs(
-            assignment, precision=job.options.precision, target=job.options.opset
+            assignment,
+            compute_precision=Precision(job.options.precision),
+            minimum_deployment_target=job.options.opset,
         )
     )
     lowered = lower_methods({"forward": export_model(source)}, partitioner)

@@ -217,7 +217,7 @@ def test_filters_choose_what_is_delegated(capsys):
     [
         ([], "the following arguments are required: -o/--output, or --dry-run"),
         (["--dry-run", "--report", "a.pdf"], "'a.pdf' ends in none of .html, .json, .txt"),
-        (["--dry-run", "--max-partitions", "0"], "'0' is not a positive integer"),
+        (["--dry-run", "--max-partitions", "0"], "max_partitions must be positive: got int 0"),
     ],
 )
 def test_invalid_options_are_wrong_usage(args, message, capsys):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import sympy
@@ -22,9 +22,7 @@ from coreml_delegate.graph import Dimension, Value
 from coreml_delegate.graph.tensor_types import Dim, simplify
 from coreml_delegate.stablehlo.attributes import is_tensor, python_value, shape_of, tensor_value
 from coreml_delegate.stablehlo.parse import Mlir
-
-if TYPE_CHECKING:
-    from coreml_delegate.stablehlo.source_op import Operand, SourceOp
+from coreml_delegate.stablehlo.source_op import Operand, SourceOp
 
 Sizes = tuple[Dim, ...]
 """Elements of a tensor of rank 0 or 1 whose elements are sizes."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,6 @@ from coreml_delegate.graph import Builder, Value
 from coreml_delegate.graph.tensor_types import DType
 from coreml_delegate.stablehlo.attributes import is_tensor, python_value, shape_of
 from coreml_delegate.stablehlo.parse import Mlir
-
-if TYPE_CHECKING:
-    from coreml_delegate.stablehlo.reader import Frame, Reader
 
 _REQUIRED = object()
 _NARROW = np.iinfo(np.int32)
@@ -75,6 +72,25 @@ Rule = Callable[["SourceOp"], Operand | Sequence[Operand] | None]
 """Reads one operation; returns its result, a list of results, or None if it has no results."""
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The program around an operation, which all operations of the program share.
+
+    Attributes:
+        builder: Makes the graph.
+        dtype: Returns the element type of a tensor type; see ``Reader.dtype``.
+        resource: Returns the content of a resource of the module; see ``Reader.resource``.
+        call: Reads a function of the module inline, and returns its results; see ``Reader.call``.
+        broadcasts: The tensor and the dimensions of each value that is a broadcast.
+    """
+
+    builder: Builder
+    dtype: Callable[[Mlir], DType]
+    resource: Callable[[str], bytes]
+    call: Callable[[str, Sequence[Operand]], list[Operand]]
+    broadcasts: dict[Value, tuple[Value, tuple[int, ...]]] = field(default_factory=dict)
+
+
 class SourceOp:
     """An operation of the source.
 
@@ -82,16 +98,28 @@ class SourceOp:
         name: Full name, such as ``stablehlo.add``.
         builder: Makes the graph.
         operands: The graph's counterparts of the operands.
-        reader: Reads the program.
+        context: The program around it.
+
+    Args:
+        op: The operation.
+        operands: See above.
+        context: See above.
+        read_region: Reads one of its regions inline with arguments, and returns its results.
     """
 
-    def __init__(self, op: Mlir, operands: Sequence[Operand], reader: Reader, frame: Frame) -> None:
+    def __init__(
+        self,
+        op: Mlir,
+        operands: Sequence[Operand],
+        context: Context,
+        read_region: Callable[[Mlir, Sequence[Value]], list[Operand]],
+    ) -> None:
         self.name: str = op.name
-        self.builder: Builder = reader.builder
+        self.builder = context.builder
         self.operands = list(operands)
-        self.reader = reader
+        self.context = context
         self._op = op
-        self._frame = frame
+        self._read_region = read_region
 
     # Operands and results
 
@@ -140,7 +168,7 @@ class SourceOp:
 
     def dtype(self, index: int = 0) -> DType:
         """Return the element type of a result."""
-        return self.reader.dtype(self._op.results[index].type)
+        return self.context.dtype(self._op.results[index].type)
 
     def spelled_dtype(self, index: int = 0) -> str:
         """Return MLIR's name of a result's element type."""
@@ -215,7 +243,7 @@ class SourceOp:
         region = self._op.regions[index]
 
         def function(*arguments: Value) -> Any:
-            return self.reader.read_region(region, arguments, self._frame)
+            return self._read_region(region, arguments)
 
         return function
 

@@ -14,14 +14,14 @@ from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, Token
 
 
 def _call(source: SourceOp) -> list[Operand]:
-    return source.reader.call(source.attribute("callee"), source.operands)
+    return source.context.call(source.attribute("callee"), source.operands)
 
 
 def _composite(source: SourceOp) -> Any:
     name = str(source.attribute("name"))
     if name in _COMPOSITES:
         return _COMPOSITES[name](source, source.attribute("composite_attributes", {}))
-    return source.reader.call(source.attribute("decomposition"), source.operands)
+    return source.context.call(source.attribute("decomposition"), source.operands)
 
 
 def _while(source: SourceOp) -> list[Operand]:

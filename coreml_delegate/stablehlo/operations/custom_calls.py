@@ -85,7 +85,7 @@ def _approximate_top_k(source: SourceOp) -> list[Operand]:
     (comparator,) = source.attribute("called_computations")
 
     def compare(*pair: Value) -> Operand:
-        (result,) = source.reader.call(comparator, pair)
+        (result,) = source.context.call(comparator, pair)
         return result
 
     axis, count = int(attributes["reduction_dim"]), int(attributes["top_k"])

@@ -79,14 +79,14 @@ def lean(source: SourceOp, values: Sequence[Value]) -> list[Value]:
 
     At least one operand keeps the shape. Otherwise, a model would store each constant broadcast.
     """
-    broadcasts = source.reader.broadcasts
+    broadcasts = source.context.broadcasts
     if all(value in broadcasts for value in values):
         return list(values)
     return [_before_broadcast(source, v) if v in broadcasts else v for v in values]
 
 
 def _before_broadcast(source: SourceOp, value: Value) -> Value:
-    small, dimensions = source.reader.broadcasts[value]
+    small, dimensions = source.context.broadcasts[value]
     if not small.rank:
         return small
     shape: list[Dim] = [1] * value.rank

@@ -25,7 +25,7 @@ def _constant(source: SourceOp) -> Value | WideConstant:
     )
     if resource:
         key = resource.group(1).strip('"')
-        content = source.reader.resource(key)
+        content = source.context.resource(key)
         array = resource_array(key, content, dtype, source.shape())
     else:
         array = tensor_value(attribute)
@@ -34,7 +34,7 @@ def _constant(source: SourceOp) -> Value | WideConstant:
         if isinstance(scalar, WideConstant):
             return WideConstant(array)
         repeated = source.builder.broadcast_in_dim(scalar, array.shape, ())
-        source.reader.broadcasts[repeated] = scalar, ()
+        source.context.broadcasts[repeated] = scalar, ()
         return repeated
     return source.constant(array, dtype)
 
@@ -77,7 +77,7 @@ def _broadcast(source: SourceOp) -> Value:
 def _note_broadcast(
     source: SourceOp, x: Value, result: Value, dimensions: tuple[int, ...]
 ) -> Value:
-    source.reader.broadcasts[result] = x, dimensions
+    source.context.broadcasts[result] = x, dimensions
     return result
 
 

@@ -121,6 +121,11 @@ class SourceOp:
         self._op = op
         self._read_region = read_region
 
+    def build(self, method: str, *arguments: Any, **keywords: Any) -> list[Operand]:
+        """Call an operation of the builder by its name, and return its results."""
+        returned = getattr(self.builder, method)(*arguments, **keywords)
+        return [returned] if isinstance(returned, Value) else list(returned)
+
     # Operands and results
 
     def value(self, index: int) -> Value:
@@ -221,35 +226,41 @@ class SourceOp:
         """Return an attribute as MLIR's value."""
         return self._op.attributes[name]
 
-    def integers(self, name: str) -> tuple[int, ...] | None:
-        """Return an attribute of integers, in an array or a tensor, or None."""
-        numbers = self.attribute(name, None)
-        return None if numbers is None else tuple(int(n) for n in numbers)
+    def argument(self, name: str) -> Any:
+        """Return an attribute as an argument of the builder: lists as tuples of ints, or None."""
+        value = self.attribute(name, None)
+        return tuple(int(n) for n in value) if isinstance(value, list | np.ndarray) else value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return an attribute of integers, in an array or a tensor; empty if there is none."""
+        return self.argument(name) or ()
 
     def pairs(self, name: str) -> list[tuple[int, int]] | None:
         """Return an attribute of pairs of integers, such as padding, or None."""
         numbers = self.attribute(name, None)
         return None if numbers is None else [(int(low), int(high)) for low, high in numbers]
 
-    # Regions
-
     @property
-    def region_count(self) -> int:
-        """Number of regions."""
-        return len(self._op.regions)
-
-    def region(self, index: int = 0) -> Callable[..., Any]:
-        """Return a region as a Python function: it takes values, and returns a list of results."""
-        region = self._op.regions[index]
-
-        def function(*arguments: Value) -> Any:
-            return self._read_region(region, arguments)
-
-        return function
+    def regions(self) -> list[Callable[..., Any]]:
+        """The regions as Python functions that take values, and return a list of results."""
+        return [
+            lambda *arguments, region=region: self._read_region(region, arguments)
+            for region in self._op.regions
+        ]
 
     def refusal(self, reason: str, remedy: str | None = None) -> UnsupportedOperatorError:
         """Return the error for an operation that cannot be expressed, with the reason."""
         return UnsupportedOperatorError(f"{self.name} cannot be expressed: {reason}", remedy=remedy)
+
+
+def calling(method: str, *attributes: str) -> Rule:
+    """Return a rule that calls an operation of the builder with the operands, then attributes."""
+
+    def rule(source: SourceOp) -> list[Operand]:
+        arguments = [source.argument(name) for name in attributes]
+        return source.build(method, *source.values, *arguments)
+
+    return rule
 
 
 def beyond_32_bits(what: str, constant: WideConstant) -> UnsupportedOperatorError:

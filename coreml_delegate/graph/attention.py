@@ -67,9 +67,7 @@ def _rearrange(
     return c.reshape(var, tuple(shape))
 
 
-_RECORD = OperationRecord(
-    "attention", FLOATS, _compose, False, "Attention of tensors in any layout."
-)
+_RECORD = OperationRecord("attention", FLOATS, _compose, "Attention of tensors in any layout.")
 
 
 @dataclass(slots=True)

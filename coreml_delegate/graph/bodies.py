@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import Composer, Var, to_storage
 from coreml_delegate.graph.emitter import Emitter
-from coreml_delegate.graph.node import Closure, Value
+from coreml_delegate.graph.node import Closure, Value, require_elementwise
 from coreml_delegate.graph.tensor_types import DType, TensorType
 
 KINDS = ("add", "multiply", "maximum", "minimum", "and", "or", "xor")
@@ -29,21 +28,6 @@ _COMPARISONS = {
     "GE": "greater_equal",
 }
 _MIRRORED = {"less": "greater", "less_equal": "greater_equal"}
-
-_ELEMENTWISE = frozenset(  # by name: most of these families are not imported here
-    part
-    for line in (
-        "abs negate sign ceil floor round_nearest_even round_nearest_afz sqrt rsqrt cbrt",
-        "exponential exponential_minus_one log log_plus_one sine cosine tan tanh logistic erf",
-        "erfc erf_inv asin acos atan sinh cosh asinh acosh atanh square lgamma digamma add",
-        "subtract multiply mulhi divide power remainder maximum minimum atan2 clamp select is_nan",
-        "is_inf is_finite convert reduce_precision compare equal not_equal less less_equal",
-        "greater greater_equal and or xor not shift_left shift_right_logical",
-        "shift_right_arithmetic popcnt count_leading_zeros bitcast_convert identity",
-        "optimization_barrier constant argument",
-    )
-    for part in line.split()
-)
 
 
 def known_kinds(body: Closure) -> tuple[str, ...] | None:
@@ -145,12 +129,7 @@ def trace_wide(
         GraphError: The body has operations that are not elementwise.
     """
     closure = emitter.trace(name, body, [*types, *types])
-    not_elementwise = {node.name for node in closure.scope.nodes} - _ELEMENTWISE
-    if not_elementwise:
-        raise GraphError(
-            f"{name} has to consist of elementwise operations",
-            got=", ".join(sorted(not_elementwise)),
-        )
+    require_elementwise(name, closure)
     dtypes = [type.dtype for type in types] if returns is None else returns
     closure.check([*types, *types], [types[0].with_dtype(dtype) for dtype in dtypes])
     return closure

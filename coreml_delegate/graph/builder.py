@@ -11,7 +11,7 @@ import sympy
 
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import Composer, Var, to_storage
-from coreml_delegate.graph.emitter import operation
+from coreml_delegate.graph.emitter import elementwise, operation
 from coreml_delegate.graph.executable import Executable, Settings
 from coreml_delegate.graph.mil_program import Graph, package_files
 from coreml_delegate.graph.node import Node, Value
@@ -151,7 +151,7 @@ class Builder(
         self.parameters[name] = value
         return value
 
-    @operation(ALL, _compose_constant)
+    @elementwise(ALL, _compose_constant)
     def constant(self, array: Any, dtype: Any = None) -> Value:
         """Return a constant.
 

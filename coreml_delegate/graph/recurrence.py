@@ -46,7 +46,7 @@ def _compose(
 
 
 _RECORD = OperationRecord(
-    "lstm", frozenset({DType.FLOAT32, DType.FLOAT64}), _compose, False, "An LSTM layer."
+    "lstm", frozenset({DType.FLOAT32, DType.FLOAT64}), _compose, "An LSTM layer."
 )
 
 

@@ -232,7 +232,7 @@ class SourceOp:
         return tuple(int(n) for n in value) if isinstance(value, list | np.ndarray) else value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """Return an attribute of integers, in an array or a tensor; empty if there is none."""
+        """Return an attribute of integers, in an array or a tensor; empty without the attribute."""
         return self.argument(name) or ()
 
     def pairs(self, name: str) -> list[tuple[int, int]] | None:

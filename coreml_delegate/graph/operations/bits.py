@@ -12,12 +12,7 @@ import numpy as np
 
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import Composer, Var, from_storage
-from coreml_delegate.graph.emitter import (
-    Emitter,
-    broadcast_shapes,
-    operation,
-    require_same_dtype,
-)
+from coreml_delegate.graph.emitter import Emitter, elementwise, operation
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations import float_bits, shifts, threefry
 from coreml_delegate.graph.operations.byte_tables import combine, counts, lengths
@@ -93,52 +88,52 @@ def _compose_rng_bit_generator(c: Composer, node: Node, state: Var) -> tuple[Var
 class Bits(Emitter):
     """Bitwise logic, shifts and counts of bits; shapes as for ``Elementwise``."""
 
-    @operation(INTEGERS | BOOLEANS, _logic(np.bitwise_and, "logical_and"))
+    @elementwise(INTEGERS | BOOLEANS, _logic(np.bitwise_and, "logical_and"))
     def and_(self, x: Value, y: Value) -> Value:
         """Return the bitwise and; of bools, whether both are true."""
-        return self._bitwise("and", x, y)
+        return self.emit_elementwise("and", x, y)
 
-    @operation(INTEGERS | BOOLEANS, _compose_or)
+    @elementwise(INTEGERS | BOOLEANS, _compose_or)
     def or_(self, x: Value, y: Value) -> Value:
         """Return the bitwise or; of bools, whether one is true."""
-        return self._bitwise("or", x, y)
+        return self.emit_elementwise("or", x, y)
 
-    @operation(INTEGERS | BOOLEANS, _logic(np.bitwise_xor, "logical_xor"))
+    @elementwise(INTEGERS | BOOLEANS, _logic(np.bitwise_xor, "logical_xor"))
     def xor(self, x: Value, y: Value) -> Value:
         """Return the bitwise exclusive or; of bools, whether they differ."""
-        return self._bitwise("xor", x, y)
+        return self.emit_elementwise("xor", x, y)
 
-    @operation(INTEGERS | BOOLEANS, _compose_not)
+    @elementwise(INTEGERS | BOOLEANS, _compose_not)
     def not_(self, x: Value) -> Value:
         """Return the bitwise complement; of bools, whether ``x`` is false."""
-        return self._bitwise("not", x)
+        return self.emit_elementwise("not", x)
 
-    @operation(INTEGERS, shifts.left)
+    @elementwise(INTEGERS, shifts.left)
     def shift_left(self, x: Value, y: Value) -> Value:
         """Return ``x << y``; 0 if ``y`` is negative, or at least the number of bits."""
-        return self._bitwise("shift_left", x, y)
+        return self.emit_elementwise("shift_left", x, y)
 
-    @operation(INTEGERS, shifts.right_logical)
+    @elementwise(INTEGERS, shifts.right_logical)
     def shift_right_logical(self, x: Value, y: Value) -> Value:
         """Return ``x >> y``, zeros from above; 0 if ``y`` is negative, or at least the width."""
-        return self._bitwise("shift_right_logical", x, y)
+        return self.emit_elementwise("shift_right_logical", x, y)
 
-    @operation(INTEGERS, shifts.right_arithmetic)
+    @elementwise(INTEGERS, shifts.right_arithmetic)
     def shift_right_arithmetic(self, x: Value, y: Value) -> Value:
         """Return ``x >> y`` with the highest bit repeated."""
-        return self._bitwise("shift_right_arithmetic", x, y)
+        return self.emit_elementwise("shift_right_arithmetic", x, y)
 
-    @operation(INTEGERS, _compose_popcnt)
+    @elementwise(INTEGERS, _compose_popcnt)
     def popcnt(self, x: Value) -> Value:
         """Return the number of set bits."""
-        return self._bitwise("popcnt", x)
+        return self.emit_elementwise("popcnt", x)
 
-    @operation(INTEGERS, _compose_count_leading_zeros)
+    @elementwise(INTEGERS, _compose_count_leading_zeros)
     def count_leading_zeros(self, x: Value) -> Value:
         """Return the number of bits above the highest set bit."""
-        return self._bitwise("count_leading_zeros", x)
+        return self.emit_elementwise("count_leading_zeros", x)
 
-    @operation(ALL, _compose_bitcast_convert)
+    @elementwise(ALL, _compose_bitcast_convert)
     def bitcast_convert(self, x: Value, dtype: Any) -> Value:
         """Reinterpret the bits as another element type of the same width.
 
@@ -184,11 +179,6 @@ class Bits(Emitter):
         bits = TensorType(element, ()).with_shape(shape)
         bits.static_shape  # noqa: B018 - refuses symbolic sizes
         return self.emit("rng_bit_generator", (state,), (state.type, bits))
-
-    def _bitwise(self, name: str, *operands: Value) -> Value:
-        require_same_dtype(name, *operands)
-        shape = broadcast_shapes(name, *(operand.type for operand in operands))
-        return self.emit(name, operands, TensorType(operands[0].dtype, shape))
 
 
 def _check_bitcast(source: DType, target: DType) -> None:

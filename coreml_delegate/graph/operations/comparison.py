@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import Composer, Var
-from coreml_delegate.graph.emitter import (
-    Emitter,
-    broadcast_shapes,
-    operation,
-    require_same_dtype,
-)
+from coreml_delegate.graph.emitter import Emitter, elementwise, operation
 from coreml_delegate.graph.node import Node, Value
-from coreml_delegate.graph.tensor_types import ALL, DType, TensorType
+from coreml_delegate.graph.tensor_types import ALL, DType
 from coreml_delegate.mil.compose.functions import sign_bit
 
 _OPS = {
@@ -64,7 +59,7 @@ class Comparison(Emitter):
     NaN equals itself and is greater than all other floats.
     """
 
-    @operation(ALL, _compose_compare)
+    @elementwise(ALL, _compose_compare)
     def compare(self, x: Value, y: Value, direction: str, total_order: bool = False) -> Value:
         """Return whether a relation holds.
 
@@ -78,14 +73,9 @@ class Comparison(Emitter):
             raise GraphError(
                 "compare: no such direction", got=repr(direction), expected=" | ".join(_OPS)
             )
-        require_same_dtype("compare", x, y)
-        shape = broadcast_shapes("compare", x.type, y.type)
-        return self.emit(
-            "compare",
-            (x, y),
-            TensorType(DType.BOOL, shape),
-            direction=direction,
-            total_order=total_order and x.dtype.is_float,
+        total_order = total_order and x.dtype.is_float
+        return self.emit_elementwise(
+            "compare", x, y, dtype=DType.BOOL, direction=direction, total_order=total_order
         )
 
     @operation(ALL)

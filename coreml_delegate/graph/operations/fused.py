@@ -12,12 +12,14 @@ from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
 from coreml_delegate.graph.emitter import (
     Emitter,
+    mil_op,
     normalize_axes,
     normalize_axis,
     operation,
     require_same_dtype,
     same_shape,
     same_size,
+    unary,
 )
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.tensor_types import BOOLEANS, FLOATS, Dim, DType, TensorType
@@ -26,13 +28,6 @@ from coreml_delegate.targets import Opset
 
 _GELU = {"none": "EXACT", "tanh": "TANH_APPROXIMATION"}
 _LINEAR_RANK = 3  # the highest that ``linear`` takes
-
-
-def _unary(op: str) -> Callable[[Composer, Node, Var], Var]:
-    def compose(c: Composer, _: Node, x: Var) -> Var:
-        return getattr(c.mb, op)(x=x)
-
-    return compose
 
 
 def around_axis(type: TensorType, axis: int) -> tuple[tuple[int, int, int], int]:
@@ -274,15 +269,8 @@ class Fused(Emitter):
             )
         return self.emit("gelu", (x,), x.type, approximate=approximate)
 
-    @operation(FLOATS, _unary("relu"))
-    def relu(self, x: Value) -> Value:
-        """Return ``max(x, 0)``."""
-        return self.emit("relu", (x,), x.type)
-
-    @operation(FLOATS, _unary("silu"))
-    def silu(self, x: Value) -> Value:
-        """Return ``x / (1 + exp(-x))``."""
-        return self.emit("silu", (x,), x.type)
+    relu = unary("relu", mil_op("relu"), "``max(x, 0)``")
+    silu = unary("silu", mil_op("silu"), "``x / (1 + exp(-x))``")
 
     @operation(FLOATS, _compose_layer_norm)
     def layer_norm(

@@ -11,6 +11,7 @@ from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
 from coreml_delegate.graph.emitter import (
     Emitter,
+    elementwise,
     normalize_axes,
     normalize_axis,
     operation,
@@ -254,12 +255,12 @@ class Shapes(Emitter):
             )
         return self.emit("iota", (), TensorType(element, target), dimension=axis, elements=elements)
 
-    @operation(ALL, _compose_identity)
+    @elementwise(ALL, _compose_identity)
     def identity(self, x: Value) -> Value:
         """Return the tensor itself."""
         return self.emit("identity", (x,), x.type, elements=x.elements)
 
-    @operation(ALL, _compose_barrier)
+    @elementwise(ALL, _compose_barrier)
     def optimization_barrier(self, *values: Value) -> tuple[Value, ...]:
         """Return the tensors themselves: the order of computation has no effect on a result."""
         return self.emit("optimization_barrier", values, [value.type for value in values])

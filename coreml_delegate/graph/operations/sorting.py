@@ -15,8 +15,8 @@ import numpy as np
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
 from coreml_delegate.graph.emitter import Emitter, normalize_axis, operation, same_shape
-from coreml_delegate.graph.node import Closure, Node, Value
-from coreml_delegate.graph.operations.comparators import SortKey, is_elementwise, sort_keys
+from coreml_delegate.graph.node import Closure, Node, Value, require_elementwise
+from coreml_delegate.graph.operations.comparators import SortKey, sort_keys
 from coreml_delegate.graph.operations.fused import around_axis
 from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType
 
@@ -170,11 +170,7 @@ class Sorting(Emitter):
         keys = sort_keys(closure)
         if keys is not None:
             return self.emit("sort", values, types, dimension=axis, keys=keys)
-        if not is_elementwise(closure):
-            raise GraphError(
-                "the comparator is not made of operations on each element only",
-                got=", ".join(sorted({node.name for node in closure.scope.nodes})),
-            )
+        require_elementwise("the comparator", closure)
         counted = self._counting_comparator(comparator, types, axis)
         return self.emit(
             "sort", values, types, closures={"comparator": counted}, dimension=axis, keys=()

@@ -20,7 +20,7 @@ def _call(source: SourceOp) -> list[Operand]:
 
 
 def _composite(source: SourceOp) -> list[Operand]:
-    """Read a composite as an operation of the builder, if there is one, else its decomposition."""
+    """Read a composite as an operation that the builder has, else as its decomposition."""
     dialect, _, name = str(source.attribute("name")).partition(".")
     if dialect == "chlo" and name in _COMPOSITES:
         attributes = source.attribute("composite_attributes", {})

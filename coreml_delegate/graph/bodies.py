@@ -14,6 +14,7 @@ from coreml_delegate.graph.compose import Composer, Var, to_storage
 from coreml_delegate.graph.emitter import Emitter
 from coreml_delegate.graph.node import Closure, Value, require_elementwise
 from coreml_delegate.graph.tensor_types import DType, TensorType
+from coreml_delegate.mil.compose import mb
 
 KINDS = ("add", "multiply", "maximum", "minimum", "and", "or", "xor")
 """Commutative and associative operations that a body may be."""
@@ -168,17 +169,17 @@ def is_identity(kind: str, value: Value) -> bool:
     return False
 
 
-def combine(c: Composer, kind: str, dtype: DType, x: Var, y: Var) -> Var:
+def combine(kind: str, dtype: DType, x: Var, y: Var) -> Var:
     """Return ``kind(x, y)``, element by element; bools are stored as int32.
 
     Integers are combined modulo 2**32; for extrema, uint32 comes from ``Composer.ordered``.
     """
     if dtype is DType.BOOL:
         if kind == "xor":
-            return c.mb.abs(x=c.mb.sub(x=x, y=y))
+            return mb.abs(x=mb.sub(x=x, y=y))
         kind = "maximum" if kind in ("or", "add", "maximum") else "minimum"
     op = {"add": "add", "multiply": "mul", "maximum": "maximum", "minimum": "minimum"}[kind]
-    return getattr(c.mb, op)(x=x, y=y)
+    return getattr(mb, op)(x=x, y=y)
 
 
 def is_composable(kind: str, dtype: DType) -> bool:
@@ -189,11 +190,11 @@ def is_composable(kind: str, dtype: DType) -> bool:
 def call_wide(c: Composer, closure: Closure, values: Sequence[Var]) -> list[Var]:
     """Call a closure with tensors, and return its results; bools are stored as int32."""
     arguments = [
-        c.mb.cast(x=var, dtype="bool") if parameter.dtype is DType.BOOL else var
+        mb.cast(x=var, dtype="bool") if parameter.dtype is DType.BOOL else var
         for parameter, var in zip(closure.parameters, values, strict=True)
     ]
     returned = c.call(closure, arguments)
     return [
-        c.mb.cast(x=var, dtype="int32") if value.dtype is DType.BOOL else var
+        mb.cast(x=var, dtype="int32") if value.dtype is DType.BOOL else var
         for value, var in zip(closure.results, returned, strict=True)
     ]

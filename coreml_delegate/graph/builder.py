@@ -10,7 +10,7 @@ import numpy as np
 import sympy
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var, to_storage
+from coreml_delegate.graph.compose import Composer, Var, const, to_storage
 from coreml_delegate.graph.emitter import elementwise, operation
 from coreml_delegate.graph.executable import Executable, Settings
 from coreml_delegate.graph.mil_program import Graph, package_files
@@ -74,13 +74,13 @@ def check_feature_name(name: str, what: str) -> None:
         )
 
 
-def _compose_constant(c: Composer, node: Node) -> Var:
-    return c.const(node["array"])
+def _compose_constant(_: Composer, node: Node) -> Var:
+    return const(node["array"])
 
 
 def _compose_size(c: Composer, node: Node) -> Var:
     size = c.size(node["size"])
-    return c.const(np.int32(size)) if isinstance(size, int) else size
+    return const(np.int32(size)) if isinstance(size, int) else size
 
 
 def _compose_parameter(*_: Any) -> Any:

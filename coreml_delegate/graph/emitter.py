@@ -12,16 +12,10 @@ import sympy
 
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import Composer, Var
-from coreml_delegate.graph.node import (
-    Closure,
-    Compose,
-    Node,
-    OperationRecord,
-    Scope,
-    Value,
-)
+from coreml_delegate.graph.node import Closure, Compose, Node, OperationRecord, Scope, Value
 from coreml_delegate.graph.sizes import fold
 from coreml_delegate.graph.tensor_types import ALL, FLOATS, Dim, DType, TensorType, simplify
+from coreml_delegate.mil.compose import mb
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -71,9 +65,7 @@ def operation(
         is_elementwise: See ``OperationRecord``.
     """
 
-    def decorate(
-        method: Method[Self, Parameters, Returned],
-    ) -> Method[Self, Parameters, Returned]:
+    def decorate(method: Method[Self, Parameters, Returned]) -> Method[Self, Parameters, Returned]:
         name = method.__name__.removesuffix("_")
         summary = (inspect.getdoc(method) or "").partition("\n")[0]
         record = OperationRecord(
@@ -101,10 +93,10 @@ def elementwise(
 def mil_op(name: str, **arguments: float) -> Compose:
     """Return a compose function: a MIL op of ``x``, and arguments in the result's element type."""
 
-    def compose(c: Composer, node: Node, x: Var) -> Var:
+    def compose(_: Composer, node: Node, x: Var) -> Var:
         number = node.type.dtype.storage_numpy.type
         typed = {argument: number(value) for argument, value in arguments.items()}
-        return getattr(c.mb, name)(x=x, **typed)
+        return getattr(mb, name)(x=x, **typed)
 
     return compose
 

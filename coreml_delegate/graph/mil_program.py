@@ -11,12 +11,13 @@ import sympy
 
 from coreml_delegate.formats.blob import Buffer as Bytes
 from coreml_delegate.formats.blob_layout import PACKAGE
-from coreml_delegate.graph.compose import Composer, Var, storage_shape
+from coreml_delegate.graph.compose import Composer, Var, cast_storage, storage_shape
 from coreml_delegate.graph.fusion import fused_nodes
 from coreml_delegate.graph.node import Scope, Value
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, linear
 from coreml_delegate.lowering.build import model_files
 from coreml_delegate.lowering.convert import convert_mil
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.targets import Opset
@@ -60,20 +61,18 @@ def package_files(graph: Graph, options: CompileOptions, opset: Opset) -> dict[s
 
 def _program(graph: Graph, opset: Opset) -> Any:
     """Return the MIL program, whose function ``main`` computes the outputs and new states."""
-    from coremltools.converters.mil import Builder
     from coremltools.converters.mil.mil import Function, Program
 
-    mb: Any = Builder
-    composer = Composer(mb, opset, fused_nodes)
+    composer = Composer(opset, fused_nodes)
     target = coremltools().target(int(opset))
-    with Function(_placeholders(graph, mb), opset_version=target) as function:
+    with Function(_placeholders(graph), opset_version=target) as function:
         for name, value in graph.inputs.items():
             composer.bind(value, None)
             if name in graph.features:
-                composer.bind(value, _from_feature(composer, value, function.inputs[name]))
+                composer.bind(value, _from_feature(value, function.inputs[name]))
         for name, (value, _) in graph.states.items():
             stored = mb.read_state(input=function.inputs[name])
-            composer.bind(value, _from_state(composer, value, stored))
+            composer.bind(value, _from_state(value, stored))
         new_states = {name: after for name, (_, after) in graph.states.items()}
         needed_values = [*graph.outputs.values(), *new_states.values()]
         composer.compose(composer.order(graph.scope, needed_values))
@@ -110,7 +109,7 @@ def _keywords(graph: Graph) -> dict[str, Any]:
     return {"inputs": inputs}
 
 
-def _placeholders(graph: Graph, mb: Any) -> dict[str, Any]:
+def _placeholders(graph: Graph) -> dict[str, Any]:
     from coremltools.converters.mil.mil import types
 
     symbols: dict[sympy.Expr, Any] = {}
@@ -156,35 +155,34 @@ def _range(ct: Any, size: Dim, dimensions: Mapping[str, Dimension]) -> Any:
     return ct.RangeDim(lower_bound=least, upper_bound=most, default=least)
 
 
-def _from_feature(c: Composer, value: Value, var: Var) -> Var:
+def _from_feature(value: Value, var: Var) -> Var:
     """Convert an input of the MIL function to the value's storage dtype and rank."""
     if not value.rank:
-        var = c.mb.squeeze(x=var, axes=[0])
-    return c.mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
+        var = mb.squeeze(x=var, axes=[0])
+    return mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
 
 
-def _from_state(c: Composer, value: Value, var: Var) -> Var:
+def _from_state(value: Value, var: Var) -> Var:
     """Convert the fp16 elements of a state to the value's storage dtype and rank."""
     if not value.rank:
-        var = c.mb.squeeze(x=var, axes=[0])
+        var = mb.squeeze(x=var, axes=[0])
     if value.dtype is DType.BOOL:
-        return c.mb.not_equal(x=var, y=np.float16(0))
-    storage = value.dtype.storage_dtype
-    return var if storage == "fp16" else c.mb.cast(x=var, dtype=storage)
+        return mb.not_equal(x=var, y=np.float16(0))
+    return cast_storage(var, "fp16", value.dtype.storage_dtype)
 
 
 def _to_state(c: Composer, value: Value) -> Var:
     """Convert a value to a state's elements: fp16, of rank 1 or more."""
     var = c.reshape(c.var(value), value.shape or (1,))
-    return var if value.dtype.storage_dtype == "fp16" else c.mb.cast(x=var, dtype="fp16")
+    return cast_storage(var, value.dtype.storage_dtype, "fp16")
 
 
 def _to_feature(c: Composer, value: Value, name: str) -> Var:
     """Convert a value to an output of this name: bools become int32, rank 0 becomes 1."""
     var = c.var(value)
     if value.dtype is DType.BOOL:
-        var = c.mb.cast(x=var, dtype="int32")
+        var = mb.cast(x=var, dtype="int32")
     if not value.rank:
-        var = c.mb.expand_dims(x=var, axes=[0])
+        var = mb.expand_dims(x=var, axes=[0])
     # In Core ML, an output is not an input or a constant, and two outputs are two values.
-    return c.mb.identity(x=var, name=name)
+    return mb.identity(x=var, name=name)

@@ -165,16 +165,15 @@ class Closure:
 
 
 def require_elementwise(name: str, closure: Closure) -> None:
-    """Refuse a closure of operations that are not elementwise.
+    """Refuse a closure unless all its operations are elementwise.
 
     Raises:
         GraphError: Names the closure and the operations.
     """
-    others = {node.name for node in closure.scope.nodes if not node.record.is_elementwise}
-    if others:
+    names = {node.name for node in closure.scope.nodes if not node.record.is_elementwise}
+    if names:
         raise GraphError(
-            f"{name} is not made of operations on each element only",
-            got=", ".join(sorted(others)),
+            f"{name} is not made of operations on each element only", got=", ".join(sorted(names))
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.arrange import flip, reshape, spread, transpose
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, const, convert
 from coreml_delegate.graph.emitter import Emitter, operation, same_size
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.contraction import product_dtype, sum_dtype
@@ -23,6 +23,7 @@ from coreml_delegate.graph.window_sizes import (
     window_count,
     window_padding,
 )
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.movement import pad
 
 # fp32 holds all integers below 2**24.
@@ -114,7 +115,7 @@ def _compose_convolution(c: Composer, node: Node, x: Var, kernel: Var) -> Var:
     kernel, taps = transpose(c, kernel, node.types[1].shape, layout.kernel)
     taps = tuple(int(size) for size in taps)
     kernel = flip(
-        c, kernel, [axis + 2 for axis, is_reversed in enumerate(node["reversal"]) if is_reversed]
+        kernel, [axis + 2 for axis, is_reversed in enumerate(node["reversal"]) if is_reversed]
     )
     windows, groups = node["windows"], node["feature_groups"]
     if len(sizes) == 2:
@@ -131,13 +132,13 @@ def _compose_convolution(c: Composer, node: Node, x: Var, kernel: Var) -> Var:
     if accumulator is DType.INT32:
         product = compose.of_integers(c, (x, kernel), dtypes)
     else:
-        x, kernel = (c.convert(v, d, accumulator) for v, d in zip((x, kernel), dtypes, strict=True))
+        x, kernel = (convert(v, d, accumulator) for v, d in zip((x, kernel), dtypes, strict=True))
         product = compose.of_floats(c, x, kernel, accumulator)
     shape = [result.shape[axis] for axis in layout.output]
     if len(sizes) != len(shape):
         product = c.reshape(product, shape)
     product, _ = transpose(c, product, shape, np.argsort(layout.output).tolist())
-    return c.convert(product, accumulator, result.dtype)
+    return convert(product, accumulator, result.dtype)
 
 
 def _batches_to_channels(
@@ -175,10 +176,10 @@ class _Convolution:
         windows = self.windows
         padding = windows.padding
         undilated = (1, 1)
-        zero = c.const(0, dtype)
+        zero = const(0, dtype)
         if any(factor != 1 for factor in windows.input_dilation):
             if self._is_transposed(kernel):
-                return self._compose_transposed(c, x, kernel)
+                return self._compose_transposed(x, kernel)
             x = spread(c, x, self.sizes, (*undilated, *windows.input_dilation), zero)
         if any(amount < 0 for pair in padding for amount in pair):
             cropped = [(min(low, 0), min(high, 0)) for low, high in padding]
@@ -190,7 +191,7 @@ class _Convolution:
             kernel = spread(c, kernel, self.taps, (*undilated, *dilations), zero)
             dilations = (1,) * len(dilations)
         pads = [amount for pair in padding for amount in pair]
-        return c.mb.conv(
+        return mb.conv(
             x=x,
             weight=kernel,
             strides=list(windows.strides),
@@ -213,7 +214,7 @@ class _Convolution:
         if sum(widths) <= sum_bits:
             digit = max(widths)
         x_digits, kernel_digits = (
-            _digits(c, var, width, digit) for var, width in zip(operands, widths, strict=True)
+            _digits(var, width, digit) for var, width in zip(operands, widths, strict=True)
         )
         total = None
         for n, x in enumerate(x_digits):
@@ -221,10 +222,10 @@ class _Convolution:
                 shift = (n + m) * digit
                 if shift >= 32:
                     continue
-                part = c.mb.cast(x=self.of_floats(c, x, kernel), dtype="int32")
+                part = mb.cast(x=self.of_floats(c, x, kernel), dtype="int32")
                 if shift:
-                    part = c.mb.mul(x=part, y=np.array(1 << shift, np.uint32).view(np.int32)[()])
-                total = part if total is None else c.mb.add(x=total, y=part)
+                    part = mb.mul(x=part, y=np.array(1 << shift, np.uint32).view(np.int32)[()])
+                total = part if total is None else mb.add(x=total, y=part)
         return total
 
     def _is_transposed(self, kernel: Var) -> bool:
@@ -248,7 +249,7 @@ class _Convolution:
             for size, factor in zip(self.taps[2:], self.windows.kernel_dilation, strict=True)
         ]
 
-    def _compose_transposed(self, c: Composer, x: Var, kernel: Var) -> Var:
+    def _compose_transposed(self, x: Var, kernel: Var) -> Var:
         out, depth, *taps = self.taps
         grouped = kernel.val.reshape(self.groups, out // self.groups, depth, *taps)
         flipped = np.flip(np.swapaxes(grouped, 1, 2), tuple(range(3, grouped.ndim)))
@@ -258,9 +259,9 @@ class _Convolution:
             for pair, reach in zip(self.windows.padding, self._reach, strict=True)
             for amount in pair
         ]
-        return c.mb.conv_transpose(
+        return mb.conv_transpose(
             x=x,
-            weight=c.const(weight),
+            weight=const(weight),
             pad_type="custom" if any(pads) else "valid",
             pad=pads,
             strides=list(self.windows.input_dilation),
@@ -269,11 +270,10 @@ class _Convolution:
         )
 
 
-def _digits(c: Composer, x: Var, width: int, digit: int) -> list[Var]:
+def _digits(x: Var, width: int, digit: int) -> list[Var]:
     """Return the digits of int32 values as fp32, lowest first; only the highest is signed.
 
     Args:
-        c: The composer.
         x: The values.
         width: Bits of a value.
         digit: Bits of a digit.
@@ -282,9 +282,9 @@ def _digits(c: Composer, x: Var, width: int, digit: int) -> list[Var]:
     for low in range(0, width, digit):
         part = x
         if low + digit < width:
-            part = c.mb.mod(x=x, y=np.int32(1 << digit))
-            x = c.mb.floor_div(x=x, y=np.int32(1 << digit))
-        digits.append(c.mb.cast(x=part, dtype="fp32"))
+            part = mb.mod(x=x, y=np.int32(1 << digit))
+            x = mb.floor_div(x=x, y=np.int32(1 << digit))
+        digits.append(mb.cast(x=part, dtype="fp32"))
     return digits
 
 

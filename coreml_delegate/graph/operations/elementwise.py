@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, cast_storage, convert, ordered, wrap
 from coreml_delegate.graph.emitter import (
     Emitter,
     broadcast_shapes,
@@ -21,15 +21,8 @@ from coreml_delegate.graph.emitter import (
 from coreml_delegate.graph.node import Compose, Node, Value
 from coreml_delegate.graph.operations import integers
 from coreml_delegate.graph.operations.float_bits import compose_reduce_precision
-from coreml_delegate.graph.tensor_types import (
-    ALL,
-    BOOLEANS,
-    FLOATS,
-    INTEGERS,
-    NUMBERS,
-    DType,
-)
-from coreml_delegate.mil.compose import division, functions, movement
+from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, FLOATS, INTEGERS, NUMBERS, DType
+from coreml_delegate.mil.compose import division, functions, mb, movement
 
 
 def _arithmetic(op: str, of_bools: str = "") -> Compose:
@@ -40,20 +33,20 @@ def _arithmetic(op: str, of_bools: str = "") -> Compose:
         of_bools: The op for bools.
     """
 
-    def compose(c: Composer, node: Node, x: Var, y: Var) -> Var:
+    def compose(_: Composer, node: Node, x: Var, y: Var) -> Var:
         if node.type.dtype is DType.BOOL:
-            return getattr(c.mb, of_bools)(x=x, y=y)
-        return c.wrap(getattr(c.mb, op)(x=x, y=y), node.type.dtype)
+            return getattr(mb, of_bools)(x=x, y=y)
+        return wrap(getattr(mb, op)(x=x, y=y), node.type.dtype)
 
     return compose
 
 
 def _extremum(op: str, of_bools: str) -> Compose:
-    def compose(c: Composer, node: Node, x: Var, y: Var) -> Var:
+    def compose(_: Composer, node: Node, x: Var, y: Var) -> Var:
         dtype = node.type.dtype
         if dtype is DType.BOOL:
-            return getattr(c.mb, of_bools)(x=x, y=y)
-        return c.ordered(getattr(c.mb, op)(x=c.ordered(x, dtype), y=c.ordered(y, dtype)), dtype)
+            return getattr(mb, of_bools)(x=x, y=y)
+        return ordered(getattr(mb, op)(x=ordered(x, dtype), y=ordered(y, dtype)), dtype)
 
     return compose
 
@@ -70,10 +63,11 @@ def _composed(composition: Callable[..., Var]) -> Compose:
 def _in_fp32(composition: Callable[..., Var]) -> Compose:
     """Return a compose function: a composition that is computed in fp32."""
 
-    def compose(c: Composer, node: Node, x: Var) -> Var:
-        if node.types[0].dtype.storage_dtype == "fp32":
-            return composition(x)
-        return c.mb.cast(x=composition(c.mb.cast(x=x, dtype="fp32")), dtype="fp16")
+    def compose(_: Composer, node: Node, x: Var) -> Var:
+        storage_dtype = node.type.dtype.storage_dtype
+        return cast_storage(
+            composition(cast_storage(x, storage_dtype, "fp32")), "fp32", storage_dtype
+        )
 
     return compose
 
@@ -86,44 +80,44 @@ def _by_kind(of_floats: Compose, of_integers: Compose) -> Compose:
     return compose
 
 
-def _compose_abs(c: Composer, node: Node, x: Var) -> Var:
+def _compose_abs(_: Composer, node: Node, x: Var) -> Var:
     dtype = node.type.dtype
-    return x if dtype.is_unsigned else c.wrap(c.mb.abs(x=x), dtype)
+    return x if dtype.is_unsigned else wrap(mb.abs(x=x), dtype)
 
 
-def _compose_negate(c: Composer, node: Node, x: Var) -> Var:
+def _compose_negate(_: Composer, node: Node, x: Var) -> Var:
     dtype = node.type.dtype
     if dtype.is_float:
-        return c.mb.mul(x=x, y=dtype.storage_numpy.type(-1))
-    return c.wrap(c.mb.sub(x=np.int32(0), y=x), dtype)
+        return mb.mul(x=x, y=dtype.storage_numpy.type(-1))
+    return wrap(mb.sub(x=np.int32(0), y=x), dtype)
 
 
-def _compose_sign(c: Composer, node: Node, x: Var) -> Var:
+def _compose_sign(_: Composer, node: Node, x: Var) -> Var:
     dtype = node.type.dtype
     if dtype.is_unsigned:
-        return c.mb.cast(x=c.mb.not_equal(x=x, y=np.int32(0)), dtype="int32")
-    sign = c.mb.sign(x=x)
+        return mb.cast(x=mb.not_equal(x=x, y=np.int32(0)), dtype="int32")
+    sign = mb.sign(x=x)
     if not dtype.is_float:
         return sign
-    return c.mb.select(cond=c.mb.not_equal(x=x, y=x), a=x, b=sign)
+    return mb.select(cond=mb.not_equal(x=x, y=x), a=x, b=sign)
 
 
-def _compose_clamp(c: Composer, node: Node, low: Var, x: Var, high: Var) -> Var:
+def _compose_clamp(_: Composer, node: Node, low: Var, x: Var, high: Var) -> Var:
     dtype = node.type.dtype
-    low, x, high = (c.ordered(var, dtype) for var in (low, x, high))
-    return c.ordered(c.mb.minimum(x=c.mb.maximum(x=x, y=low), y=high), dtype)
+    low, x, high = (ordered(var, dtype) for var in (low, x, high))
+    return ordered(mb.minimum(x=mb.maximum(x=x, y=low), y=high), dtype)
 
 
-def _compose_is_nan(c: Composer, _: Node, x: Var) -> Var:
-    return c.mb.not_equal(x=x, y=x)
+def _compose_is_nan(__: Composer, _: Node, x: Var) -> Var:
+    return mb.not_equal(x=x, y=x)
 
 
-def _compose_is_finite(c: Composer, node: Node, x: Var) -> Var:
-    return c.mb.less(x=c.mb.abs(x=x), y=node.types[0].dtype.storage_numpy.type(np.inf))
+def _compose_is_finite(_: Composer, node: Node, x: Var) -> Var:
+    return mb.less(x=mb.abs(x=x), y=node.types[0].dtype.storage_numpy.type(np.inf))
 
 
-def _compose_convert(c: Composer, node: Node, x: Var) -> Var:
-    return c.convert(x, node.types[0].dtype, node.type.dtype)
+def _compose_convert(_: Composer, node: Node, x: Var) -> Var:
+    return convert(x, node.types[0].dtype, node.type.dtype)
 
 
 class Elementwise(Emitter):

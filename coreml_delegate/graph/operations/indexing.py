@@ -18,17 +18,13 @@ from coreml_delegate.graph.emitter import (
     same_shape,
 )
 from coreml_delegate.graph.node import Closure, Node, Value
-from coreml_delegate.graph.operations.axes import (
-    as_index,
-    counting,
-    require_rank,
-    sizes_of,
-)
+from coreml_delegate.graph.operations.axes import as_index, counting, require_rank, sizes_of
 from coreml_delegate.graph.operations.gathers import compose_gather
 from coreml_delegate.graph.operations.lookup import Label
 from coreml_delegate.graph.operations.scatters import compose_scatter
 from coreml_delegate.graph.operations.shapes import Shapes
 from coreml_delegate.graph.tensor_types import ALL, INTEGERS, Dim, DType, TensorType, product
+from coreml_delegate.mil.compose import mb
 
 GATHER_MODES = ("clip", "promise_in_bounds")
 SCATTER_MODES = ("update", "add", "sub", "mul", "min", "max")
@@ -49,9 +45,9 @@ _OF_BOOLS = {"add": "max", "mul": "min"}
 
 def _compose_one_hot(c: Composer, node: Node, indices: Var) -> Var:
     dtype = node.type.dtype
-    column = c.mb.expand_dims(x=as_index(c, indices, node.types[0].dtype), axes=[-1])
-    is_hot = c.mb.equal(x=column, y=counting(c, node.type.shape[-1]))
-    return is_hot if dtype is DType.BOOL else c.mb.cast(x=is_hot, dtype=dtype.storage_dtype)
+    column = mb.expand_dims(x=as_index(indices, node.types[0].dtype), axes=[-1])
+    is_hot = mb.equal(x=column, y=counting(c, node.type.shape[-1]))
+    return is_hot if dtype is DType.BOOL else mb.cast(x=is_hot, dtype=dtype.storage_dtype)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from coreml_delegate.graph.emitter import same_size
 from coreml_delegate.graph.node import Node
 from coreml_delegate.graph.operations.axes import arrange, as_index, counting, join
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, product, simplify
+from coreml_delegate.mil.compose import mb
 
 Label = tuple[str, int]
 
@@ -159,26 +160,26 @@ class Lookup:
         if self.index_axis == indices.rank:
             column = indices
         elif len(self.mapped) == 1:
-            column = c.mb.squeeze(x=indices, axes=[self.index_axis])
+            column = mb.squeeze(x=indices, axes=[self.index_axis])
         else:
-            column = c.mb.gather(x=indices, indices=np.int32(element), axis=self.index_axis)
-        column = as_index(c, column, self.dtype)
-        return self._clamp(c, column, c.size(self.limit(dimension))) if clamp else column
+            column = mb.gather(x=indices, indices=np.int32(element), axis=self.index_axis)
+        column = as_index(column, self.dtype)
+        return self._clamp(column, c.size(self.limit(dimension))) if clamp else column
 
     def matrix(self, c: Composer, indices: Var, dimensions: Sequence[int], *, clamp: bool) -> Var:
         """Return the index vectors of some dimensions: int32 [*batch, count]."""
         if self.index_axis == indices.rank:
-            indices = c.mb.expand_dims(x=indices, axes=[self.index_axis])
+            indices = mb.expand_dims(x=indices, axes=[self.index_axis])
         order = [n for n in range(indices.rank) if n != self.index_axis]
         if self.index_axis != indices.rank - 1:
-            indices = c.mb.transpose(x=indices, perm=[*order, self.index_axis])
+            indices = mb.transpose(x=indices, perm=[*order, self.index_axis])
         elements = [self.mapped.index(d) for d in dimensions]
         if elements != list(range(len(self.mapped))):
-            indices = c.mb.gather(x=indices, indices=np.array(elements, np.int32), axis=-1)
-        vectors = as_index(c, indices, self.dtype)
+            indices = mb.gather(x=indices, indices=np.array(elements, np.int32), axis=-1)
+        vectors = as_index(indices, self.dtype)
         if not clamp:
             return vectors
-        return self._clamp(c, vectors, _vector(c.shape([self.limit(d) for d in dimensions])))
+        return self._clamp(vectors, _vector(c.shape([self.limit(d) for d in dimensions])))
 
     def begin(self, c: Composer, indices: Var | None, *, clamp: bool = True) -> Var:
         """Return the start of the only window: an index vector of all dimensions."""
@@ -188,7 +189,7 @@ class Lookup:
             else 0
             for d in range(len(self.shape))
         ]
-        return join(c, scalars)
+        return join(scalars)
 
     def inside(self, c: Composer, indices: Var | None) -> Var | None:
         """Return 1 for windows inside of the operand, else 0: [*batch]; None if all are inside."""
@@ -198,8 +199,8 @@ class Lookup:
         limits = _vector(c.shape([self.limit(d) for d in self.mapped]))
         if _are_inside(vectors.val, limits):
             return None
-        is_inside = c.mb.equal(x=vectors, y=self._clamp(c, vectors, limits))
-        return c.mb.reduce_min(x=c.mb.cast(x=is_inside, dtype="int32"), axes=[-1])
+        is_inside = mb.equal(x=vectors, y=self._clamp(vectors, limits))
+        return mb.reduce_min(x=mb.cast(x=is_inside, dtype="int32"), axes=[-1])
 
     def rows(self, c: Composer, indices: Var | None, rows: Sequence[int], *, clamp: bool) -> Var:
         """Return the starts of windows in the dimensions ``rows`` merged to one: [*batch]."""
@@ -214,8 +215,8 @@ class Lookup:
                 part = self.column(c, indices, d, clamp=clamp)
             else:
                 continue
-            part = part if stride == 1 else c.mb.mul(x=part, y=_number(c.size(stride)))
-            total = part if total is None else c.mb.add(x=total, y=part)
+            part = part if stride == 1 else mb.mul(x=part, y=_number(c.size(stride)))
+            total = part if total is None else mb.add(x=total, y=part)
         if total is None:
             return c.full(0, _int32(self.batch))
         return c.broadcast(total, self.batch) if self.batch else total
@@ -232,31 +233,29 @@ class Lookup:
         for n, d in enumerate(windows):
             stride = product([self.shape[k] for k in rows[rows.index(d) + 1 :]])
             part = counting(c, self.sizes[d])
-            part = part if stride == 1 else c.mb.mul(x=part, y=_number(c.size(stride)))
+            part = part if stride == 1 else mb.mul(x=part, y=_number(c.size(stride)))
             part = c.reshape(part, (self.sizes[d], *(1 for _ in windows[n + 1 :])))
-            total = (
-                part if total is None else c.mb.add(x=c.mb.expand_dims(x=total, axes=[-1]), y=part)
-            )
+            total = part if total is None else mb.add(x=mb.expand_dims(x=total, axes=[-1]), y=part)
         if total is None:
             return None
         return c.reshape(total, (product([self.sizes[d] for d in windows]),))
 
     @staticmethod
-    def _clamp(c: Composer, x: Var, limit: Any) -> Var:
-        return c.mb.minimum(x=c.mb.maximum(x=x, y=np.int32(0)), y=_number(limit))
+    def _clamp(x: Var, limit: Any) -> Var:
+        return mb.minimum(x=mb.maximum(x=x, y=np.int32(0)), y=_number(limit))
 
 
-def spread_windows(c: Composer, starts: Var, offsets: Var | None) -> Var:
+def spread_windows(starts: Var, offsets: Var | None) -> Var:
     """Return the indices of all elements of windows: a vector, or [*batch] without offsets."""
     if offsets is None:
         return starts
-    column = c.mb.reshape(x=starts, shape=[-1, 1])
-    return c.mb.reshape(x=c.mb.add(x=column, y=offsets), shape=[-1])
+    column = mb.reshape(x=starts, shape=[-1, 1])
+    return mb.reshape(x=mb.add(x=column, y=offsets), shape=[-1])
 
 
-def arrange_labels(c: Composer, x: Var, have: Sequence[Label], want: Sequence[Label]) -> Var:
+def arrange_labels(x: Var, have: Sequence[Label], want: Sequence[Label]) -> Var:
     """Arrange labelled axes; see ``arrange``."""
-    return x if list(have) == list(want) else arrange(c, x, have, want)
+    return x if list(have) == list(want) else arrange(x, have, want)
 
 
 def _are_inside(indices: Any, limits: Any) -> bool:

@@ -22,7 +22,7 @@ from coreml_delegate.graph.bodies import (
     trace_body,
     trace_wide,
 )
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, const, ordered, wrap
 from coreml_delegate.graph.emitter import Emitter, operation, same_shape
 from coreml_delegate.graph.node import Closure, Node, Value
 from coreml_delegate.graph.operations.reduction import (
@@ -39,6 +39,7 @@ from coreml_delegate.graph.window_sizes import (
     window_count,
     window_padding,
 )
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.movement import pad, take
 
 # MIL pools up to three axes, beside the batch and the channels.
@@ -98,9 +99,7 @@ def _steps(windows: _Windows) -> Iterator[tuple[int, int, int]]:
 
 
 def _grow(
-    windows: _Windows,
-    tensors: list[Var],
-    join: Callable[[list[Var], list[Var]], list[Var]],
+    windows: _Windows, tensors: list[Var], join: Callable[[list[Var], list[Var]], list[Var]]
 ) -> list[Var]:
     """Return padded tensors reduced over windows; ``join`` combines two parts of all windows."""
     for axis, steps in itertools.groupby(_steps(windows), key=lambda step: step[0]):
@@ -150,21 +149,21 @@ def _reduce_by_kind(c: Composer, node: Node, x: Var, initial: Var) -> Var:
     scan = windows.running_axis(shape)
     if node["is_identity"]:
         number = identity_element(kind, dtype)
-        initial = c.const(np.int32(number) if dtype is DType.BOOL else number)
+        initial = const(np.int32(number) if dtype is DType.BOOL else number)
         if x is not None and scan is not None:
-            return compose_cumulative(c, kind, dtype, x, *scan)
+            return compose_cumulative(kind, dtype, x, *scan)
         if x is not None and _can_pool(windows, kind, dtype):
             return _pool(c, windows, kind, x, shape, initial)
     x = _pad(c, node, x, initial)
-    x, initial = (c.ordered(var, dtype) if has_order else var for var in (x, initial))
+    x, initial = (ordered(var, dtype) if has_order else var for var in (x, initial))
 
     def join(first: list[Var], second: list[Var]) -> list[Var]:
-        return [combine(c, kind, dtype, first[0], second[0])]
+        return [combine(kind, dtype, first[0], second[0])]
 
     (x,) = _grow(windows, [x], join)
     if not node["is_identity"]:
-        x = combine(c, kind, dtype, x, initial)
-    return c.ordered(x, dtype) if has_order else c.wrap(x, dtype)
+        x = combine(kind, dtype, x, initial)
+    return ordered(x, dtype) if has_order else wrap(x, dtype)
 
 
 def _can_pool(windows: _Windows, kind: str, dtype: DType) -> bool:
@@ -199,13 +198,13 @@ def _pool(
         "pad": [amount for pair in pads for amount in pair],
     }
     if kind == "add":
-        mean = c.mb.avg_pool(x=x, exclude_padding_from_average=False, **keywords)
-        x = c.mb.mul(x=mean, y=np.array(math.prod(window), fill.val.dtype)[()])
+        mean = mb.avg_pool(x=x, exclude_padding_from_average=False, **keywords)
+        x = mb.mul(x=mean, y=np.array(math.prod(window), fill.val.dtype)[()])
     elif kind == "maximum":
-        x = c.mb.max_pool(x=x, **keywords)
+        x = mb.max_pool(x=x, **keywords)
     else:
-        negated_min = c.mb.max_pool(x=c.mb.mul(x=x, y=np.array(-1, fill.val.dtype)[()]), **keywords)
-        x = c.mb.mul(x=negated_min, y=np.array(-1, fill.val.dtype)[()])
+        negated_min = mb.max_pool(x=mb.mul(x=x, y=np.array(-1, fill.val.dtype)[()]), **keywords)
+        x = mb.mul(x=negated_min, y=np.array(-1, fill.val.dtype)[()])
     counts = [
         window_count(size, reach, windows.strides[axis], pair)
         for axis, size, reach, pair in zip(active, sizes, window, pads, strict=True)
@@ -227,15 +226,13 @@ def _compose_select_and_scatter(c: Composer, node: Node, x: Var, source: Var, in
     data = c.broadcast(initial, (slots,))
     updates = c.reshape(source, (math.prod(node.types[1].static_shape),))
     if has_order:
-        data, updates = c.ordered(data, dtype), c.ordered(updates, dtype)
+        data, updates = ordered(data, dtype), ordered(updates, dtype)
     modes = {"add": "add", "multiply": "mul", "maximum": "max", "minimum": "min"}
     if dtype is DType.BOOL:
         kind = {"or": "maximum", "and": "minimum"}[kind]
-    scattered = c.mb.scatter(
-        data=data, indices=positions, updates=updates, axis=0, mode=modes[kind]
-    )
+    scattered = mb.scatter(data=data, indices=positions, updates=updates, axis=0, mode=modes[kind])
     scattered = c.reshape(take(scattered, 0, 0, total - slots or None), result.shape)
-    return c.ordered(scattered, dtype) if has_order else c.wrap(scattered, dtype)
+    return ordered(scattered, dtype) if has_order else wrap(scattered, dtype)
 
 
 def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
@@ -247,9 +244,9 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
     shape = node.types[0].static_shape
     grid = node.types[1].static_shape
     pitch = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    zero = c.const(np.zeros((), node.types[0].dtype.storage_numpy))
+    zero = const(np.zeros((), node.types[0].dtype.storage_numpy))
     if node.types[0].dtype is DType.BOOL:
-        zero = c.const(np.int32(0))
+        zero = const(np.int32(0))
     padded = pad(x, windows.padding, zero)
     best = offset = None
     covered = np.zeros((1,) * len(shape), bool)
@@ -262,14 +259,12 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
         ):
             current = take(current, axis, first, first + (count - 1) * stride + 1, stride)
         if best is None:
-            best, offset = current, c.const(np.full(grid, corner_offset, np.int32))
+            best, offset = current, const(np.full(grid, corner_offset, np.int32))
         else:
-            keep = c.call(node.closures["select"], _as_bools(c, node, [best, current]))[0]
-            keep = _only_where(c, keep, covered, inside)
-            best = c.mb.select(cond=keep, a=best, b=current)
-            offset = c.mb.select(
-                cond=keep, a=offset, b=c.const(np.full(grid, corner_offset, np.int32))
-            )
+            keep = c.call(node.closures["select"], _as_bools(node, [best, current]))[0]
+            keep = _only_where(keep, covered, inside)
+            best = mb.select(cond=keep, a=best, b=current)
+            offset = mb.select(cond=keep, a=offset, b=const(np.full(grid, corner_offset, np.int32)))
         covered = covered | inside
     positions = offset
     for axis, (count, stride, (low, _)) in enumerate(
@@ -278,18 +273,16 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
         starts = (np.arange(count, dtype=np.int32) * stride - low) * pitch[axis]
         starts_shape = [count if n == axis else 1 for n in range(len(grid))]
         if starts.any():
-            positions = c.mb.add(
-                x=positions, y=c.const(starts.astype(np.int32).reshape(starts_shape))
-            )
+            positions = mb.add(x=positions, y=const(starts.astype(np.int32).reshape(starts_shape)))
     if not covered.all():
-        end = c.const(np.full(grid, math.prod(shape), np.int32))
-        positions = c.mb.select(cond=c.const(np.broadcast_to(covered, grid)), a=positions, b=end)
+        end = const(np.full(grid, math.prod(shape), np.int32))
+        positions = mb.select(cond=const(np.broadcast_to(covered, grid)), a=positions, b=end)
     return c.reshape(positions, (math.prod(grid),)), bool(covered.all())
 
 
-def _as_bools(c: Composer, node: Node, values: list[Var]) -> list[Var]:
+def _as_bools(node: Node, values: list[Var]) -> list[Var]:
     is_bool = node.types[0].dtype is DType.BOOL
-    return [c.mb.cast(x=x, dtype="bool") for x in values] if is_bool else values
+    return [mb.cast(x=x, dtype="bool") for x in values] if is_bool else values
 
 
 def _inside(
@@ -304,15 +297,13 @@ def _inside(
     return inside
 
 
-def _only_where(
-    c: Composer, keep: Var, covered: np.ndarray[Any, Any], inside: np.ndarray[Any, Any]
-) -> Var:
+def _only_where(keep: Var, covered: np.ndarray[Any, Any], inside: np.ndarray[Any, Any]) -> Var:
     """Correct ``keep``: false without a selection so far, true if the next is padding."""
     grid = tuple(keep.shape)
     if not covered.all():
-        keep = c.mb.logical_and(x=keep, y=c.const(np.broadcast_to(covered, grid)))
+        keep = mb.logical_and(x=keep, y=const(np.broadcast_to(covered, grid)))
     if not inside.all():
-        keep = c.mb.logical_or(x=keep, y=c.const(np.broadcast_to(~inside, grid)))
+        keep = mb.logical_or(x=keep, y=const(np.broadcast_to(~inside, grid)))
     return keep
 
 

@@ -16,13 +16,7 @@ from coreml_delegate.graph.emitter import Emitter, operation, same_size
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.contraction import product_dtype, sum_dtype
 from coreml_delegate.graph.tensor_types import NUMBERS, Dim, DType, TensorType
-from coreml_delegate.graph.window_sizes import (
-    Pairs,
-    dilated_size,
-    each_axis,
-    window_count,
-    window_padding,
-)
+from coreml_delegate.graph.window_sizes import SlidingWindows
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.movement import pad
 
@@ -96,16 +90,6 @@ def _bad_layout(layout: Any) -> GraphError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """Strides, padding and dilations for each spatial axis."""
-
-    strides: tuple[int, ...]
-    padding: Pairs
-    input_dilation: tuple[int, ...]
-    kernel_dilation: tuple[int, ...]
-
-
 def _compose_convolution(c: Composer, node: Node, x: Var, kernel: Var) -> Var:
     result = node.type
     if x is None or kernel is None:
@@ -122,7 +106,7 @@ def _compose_convolution(c: Composer, node: Node, x: Var, kernel: Var) -> Var:
         # Without spatial axes it is a matrix product; MIL needs a spatial axis.
         x, kernel = reshape(c, x, sizes, (*sizes, 1)), reshape(c, kernel, taps, (*taps, 1))
         sizes, taps = (*sizes, 1), (*taps, 1)
-        windows = _Windows((1,), ((0, 0),), (1,), (1,))
+        windows = SlidingWindows((1,), (1,), ((0, 0),), (1,), (1,))
     if node["batch_groups"] != 1:
         groups = node["batch_groups"]
         x, sizes = _batches_to_channels(c, x, sizes, groups)
@@ -164,7 +148,7 @@ class _Convolution:
     """
 
     def __init__(
-        self, sizes: Sequence[Dim], taps: tuple[int, ...], windows: _Windows, groups: int
+        self, sizes: Sequence[Dim], taps: tuple[int, ...], windows: SlidingWindows, groups: int
     ) -> None:
         self.sizes = tuple(sizes)
         self.taps = taps
@@ -177,15 +161,15 @@ class _Convolution:
         padding = windows.padding
         undilated = (1, 1)
         zero = const(0, dtype)
-        if any(factor != 1 for factor in windows.input_dilation):
+        if any(factor != 1 for factor in windows.base_dilation):
             if self._is_transposed(kernel):
                 return self._compose_transposed(x, kernel)
-            x = spread(c, x, self.sizes, (*undilated, *windows.input_dilation), zero)
+            x = spread(c, x, self.sizes, (*undilated, *windows.base_dilation), zero)
         if any(amount < 0 for pair in padding for amount in pair):
             cropped = [(min(low, 0), min(high, 0)) for low, high in padding]
             x = pad(x, [(0, 0), (0, 0), *cropped], zero)
             padding = tuple((max(low, 0), max(high, 0)) for low, high in padding)
-        dilations = windows.kernel_dilation
+        dilations = windows.window_dilation
         if kernel.val is None and any(factor != 1 for factor in dilations):
             # MIL dilates only constant kernels.
             kernel = spread(c, kernel, self.taps, (*undilated, *dilations), zero)
@@ -229,25 +213,17 @@ class _Convolution:
         return total
 
     def _is_transposed(self, kernel: Var) -> bool:
-        """Whether MIL's transposed convolution computes it: constant kernel, padding <= reach."""
+        """Whether MIL's transposed convolution has this: a constant kernel, padding within it."""
         windows = self.windows
         return (
             kernel.val is not None
             and all(stride == 1 for stride in windows.strides)
             and all(
-                amount <= reach
-                for pair, reach in zip(windows.padding, self._reach, strict=True)
+                amount < reach
+                for pair, reach in zip(windows.padding, windows.reach, strict=True)
                 for amount in pair
             )
         )
-
-    @property
-    def _reach(self) -> list[int]:
-        """Distance from the kernel's first element to its last, along each spatial axis."""
-        return [
-            (size - 1) * factor
-            for size, factor in zip(self.taps[2:], self.windows.kernel_dilation, strict=True)
-        ]
 
     def _compose_transposed(self, x: Var, kernel: Var) -> Var:
         out, depth, *taps = self.taps
@@ -255,8 +231,8 @@ class _Convolution:
         flipped = np.flip(np.swapaxes(grouped, 1, 2), tuple(range(3, grouped.ndim)))
         weight = flipped.reshape(self.groups * depth, out // self.groups, *taps)
         pads = [
-            reach - amount
-            for pair, reach in zip(self.windows.padding, self._reach, strict=True)
+            reach - 1 - amount
+            for pair, reach in zip(self.windows.padding, self.windows.reach, strict=True)
             for amount in pair
         ]
         return mb.conv_transpose(
@@ -264,8 +240,8 @@ class _Convolution:
             weight=const(weight),
             pad_type="custom" if any(pads) else "valid",
             pad=pads,
-            strides=list(self.windows.input_dilation),
-            dilations=list(self.windows.kernel_dilation),
+            strides=list(self.windows.base_dilation),
+            dilations=list(self.windows.window_dilation),
             groups=self.groups,
         )
 
@@ -341,17 +317,9 @@ class Convolution(Emitter):
         taps = [taps[axis] for axis in shapes.kernel]
         _check_channels(sizes, taps, feature_groups, batch_groups)
         spatial = len(taps) - 2
-        steps = each_axis("strides", strides, spatial)
-        dilation_in = each_axis("input_dilation", input_dilation, spatial)
-        dilations = each_axis("kernel_dilation", kernel_dilation, spatial)
-        dilated = [
-            dilated_size(n, factor) for n, factor in zip(sizes[2:], dilation_in, strict=True)
-        ]
-        reach = [int(dilated_size(n, f)) for n, f in zip(taps[2:], dilations, strict=True)]
-        pads = window_padding("convolution", padding, dilated, reach, steps)
-        windows = _Windows(steps, pads, dilation_in, dilations)
-        axes = zip(dilated, reach, steps, pads, strict=True)
-        counts = [window_count(*axis) for axis in axes]
+        dilations = {"input_dilation": input_dilation, "kernel_dilation": kernel_dilation}
+        windows = SlidingWindows.of("convolution", sizes[2:], taps[2:], strides, padding, dilations)
+        counts = windows.counts(sizes[2:])
         batch = sizes[0] if batch_groups == 1 else int(sizes[0]) // batch_groups
         dimensions: list[Dim] = [batch, taps[0], *counts]
         shape = [dimensions[shapes.output.index(axis)] for axis in range(x.rank)]

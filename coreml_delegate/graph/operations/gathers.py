@@ -13,14 +13,8 @@ from coreml_delegate.targets import Opset
 
 def compose_gather(c: Composer, node: Node, x: Var, indices: Var | None) -> Var:
     """Return slices at index vectors; see ``Indexing.gather``."""
-    lookup = Lookup.of(
-        node,
-        node["slice_sizes"],
-        node["operand_batching_dims"],
-        node["start_indices_batching_dims"],
-        node["start_index_map"],
-    )
-    want = _result_labels(node, lookup)
+    lookup = Lookup.of(node, node["slice_sizes"])
+    want = lookup.slice_labels(node["numbers"], node.type.rank)
     smaller = lookup.cropped()
     if smaller.shape != lookup.shape:
         x = slice_at(c, x, const([0] * len(lookup.shape)), lookup.shape, smaller.shape)
@@ -40,19 +34,6 @@ def compose_gather(c: Composer, node: Node, x: Var, indices: Var | None) -> Var:
     return arrange_labels(*_gather_rows(c, lookup, x, indices, clamp, want), want)
 
 
-def _result_labels(node: Node, lookup: Lookup) -> list[Label]:
-    dropped = {*node["collapsed_slice_dims"], *lookup.batching}
-    windows = iter([("window", d) for d in range(len(lookup.shape)) if d not in dropped])
-    batch = iter(lookup.batch_labels)
-    offsets = node["offset_dims"]
-    return [next(windows if n in offsets else batch) for n in range(node.type.rank)]
-
-
-def _unindexed(lookup: Lookup, indexed: list[int], want: list[Label]) -> list[int]:
-    """Return the unindexed dimensions of the result."""
-    return [d for d in range(len(lookup.shape)) if d not in indexed and ("window", d) in want]
-
-
 def _gather_axis(
     c: Composer, lookup: Lookup, x: Var, indices: Var, clamp: bool, want: list[Label]
 ) -> tuple[Var, list[Label]]:
@@ -63,25 +44,20 @@ def _gather_axis(
     if labels is not None:
         positions = arrange_labels(positions, lookup.batch_labels, labels)
         return mb.gather_along_axis(x=x, indices=positions, axis=axis), labels
-    data_dims = sorted([axis, *_unindexed(lookup, [axis], want)])
+    data_labels = sorted([("window", axis), *lookup.unindexed([axis], want)])
     batching, other_labels = lookup.batching_labels, lookup.other_batch_labels
-    x = arrange_labels(x, lookup.labels, [*batching, *(("window", d) for d in data_dims)])
+    x = arrange_labels(x, lookup.labels, [*batching, *data_labels])
     positions = arrange_labels(positions, lookup.batch_labels, [*batching, *other_labels])
     labels_read = other_labels
     if lookup.sizes[axis] != 1:
         offsets = lookup.offsets(c, [axis])
         positions = mb.add(x=mb.expand_dims(x=positions, axes=[-1]), y=offsets)
         labels_read = [*other_labels, ("window", axis)]
-    position = data_dims.index(axis)
+    position = data_labels.index(("window", axis))
     batch = {"batch_dims": len(batching)} if batching else {}
     x = mb.gather(x=x, indices=positions, axis=len(batching) + position, **batch)
-    before, after = data_dims[:position], data_dims[position + 1 :]
-    return x, [
-        *batching,
-        *(("window", d) for d in before),
-        *labels_read,
-        *(("window", d) for d in after),
-    ]
+    before, after = data_labels[:position], data_labels[position + 1 :]
+    return x, [*batching, *before, *labels_read, *after]
 
 
 def _gather_points(
@@ -90,7 +66,7 @@ def _gather_points(
     """Gather elements, or slices, at coordinates (gather_nd); return the result and its labels."""
     points = lookup.partial
     batching, other_labels = lookup.batching_labels, lookup.other_batch_labels
-    slice_labels: list[Label] = [("window", d) for d in _unindexed(lookup, points, want)]
+    slice_labels = lookup.unindexed(points, want)
     x = arrange_labels(
         x, lookup.labels, [*batching, *(("window", d) for d in points), *slice_labels]
     )
@@ -112,10 +88,9 @@ def _gather_rows(
 ) -> tuple[Var, list[Label]]:
     """Merge the indexed dimensions, and gather rows; return the result and its labels."""
     rows = sorted([*lookup.partial, *lookup.batching])
-    unindexed = _unindexed(lookup, rows, want)
-    row_labels: list[Label] = [("window", d) for d in unindexed]
+    row_labels = lookup.unindexed(rows, want)
     x = arrange_labels(x, lookup.labels, [*(lookup.labels[d] for d in rows), *row_labels])
-    row_sizes = [lookup.shape[d] for d in unindexed]
+    row_sizes = [lookup.shape[d] for _, d in row_labels]
     x = c.reshape(x, [product([lookup.shape[d] for d in rows]), *row_sizes])
     starts = lookup.rows(c, indices, rows, clamp=clamp)
     positions = spread_windows(starts, lookup.offsets(c, rows))

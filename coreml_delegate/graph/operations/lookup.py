@@ -23,6 +23,31 @@ from coreml_delegate.mil.compose import mb
 Label = tuple[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class DimensionNumbers:
+    """Roles of the dimensions of a gather or a scatter.
+
+    Attributes:
+        dropped: Dimensions of the tensor, of size 1 in a window, that slices and updates lack.
+        batching: Batching dimensions of the tensor.
+        indices_batching: Batching dimensions of the indices, in the same order.
+        mapped: The dimension of the tensor for each element of an index vector.
+        index_axis: Axis of the index vectors; the rank of the indices if they are scalars.
+        slice_dims: Dimensions of the result of a gather, or of updates, that are a window's.
+    """
+
+    dropped: tuple[int, ...]
+    batching: tuple[int, ...]
+    indices_batching: tuple[int, ...]
+    mapped: tuple[int, ...]
+    index_axis: int
+    slice_dims: tuple[int, ...]
+
+    def window_dims(self, rank: int) -> list[int]:
+        """Return the dimensions of a tensor of this rank that slices and updates have."""
+        return [d for d in range(rank) if d not in self.dropped and d not in self.batching]
+
+
 @dataclass(frozen=True)
 class Lookup:
     """The windows of an operand that index vectors point to.
@@ -46,14 +71,7 @@ class Lookup:
     dtype: DType
 
     @classmethod
-    def of(
-        cls,
-        node: Node,
-        sizes: Sequence[Dim],
-        operand_batching: Sequence[int],
-        indices_batching: Sequence[int],
-        mapped: Sequence[int],
-    ) -> Lookup:
+    def of(cls, node: Node, sizes: Sequence[Dim]) -> Lookup:
         """Return the lookup of a node whose first operands are the tensor and the indices.
 
         Raises:
@@ -66,15 +84,15 @@ class Lookup:
                 got=", ".join(map(str, types)),
                 expected=f"{MOST_AXES}, the highest rank of Core ML",
             )
-        axis = node["index_vector_dim"]
-        indices = node.types[1]
-        batch_dims = [n - (n > axis) for n in indices_batching]
+        numbers: DimensionNumbers = node["numbers"]
+        axis, indices = numbers.index_axis, node.types[1]
+        batch_dims = [n - (n > axis) for n in numbers.indices_batching]
         return cls(
             node.types[0].shape,
             tuple(sizes),
             tuple(size for n, size in enumerate(indices.shape) if n != axis),
-            dict(zip(operand_batching, batch_dims, strict=True)),
-            tuple(mapped),
+            dict(zip(numbers.batching, batch_dims, strict=True)),
+            numbers.mapped,
             axis,
             indices.dtype,
         )
@@ -131,6 +149,20 @@ class Lookup:
             ("batch", self.batching[d]) if d in self.batching else ("window", d)
             for d in range(len(self.shape))
         ]
+
+    def slice_labels(self, numbers: DimensionNumbers, rank: int) -> list[Label]:
+        """Return the labels of the result of a gather, or of updates, of this rank."""
+        windows = iter(numbers.window_dims(len(self.shape)))
+        batch = iter(self.batch_labels)
+        return [
+            ("window", next(windows)) if n in numbers.slice_dims else next(batch)
+            for n in range(rank)
+        ]
+
+    def unindexed(self, indexed: Sequence[int], labels: Sequence[Label]) -> list[Label]:
+        """Return the labels of unindexed dimensions that are among the labels of slices."""
+        dims = [d for d in range(len(self.shape)) if d not in indexed]
+        return [("window", d) for d in dims if ("window", d) in labels]
 
     def along_axis(self) -> list[Label] | None:
         """Return labels of the indices for ``gather_along_axis``; None if it does not apply."""

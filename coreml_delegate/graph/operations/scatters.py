@@ -43,24 +43,11 @@ def compose_scatter(c: Composer, node: Node, x: Var, indices: Var | None, update
 
 def _lookup(node: Node) -> tuple[Lookup, list[Label]]:
     """Return the lookup, and the labels of the updates' dimensions."""
+    updates, numbers = node.types[2].shape, node["numbers"]
     rank = node.types[0].rank
-    updates = node.types[2].shape
-    dropped = {*node["inserted_window_dims"], *node["input_batching_dims"]}
-    window_dims = [d for d in range(rank) if d not in dropped]
-    window = dict(zip(window_dims, node["update_window_dims"], strict=True))
-    lookup = Lookup.of(
-        node,
-        [updates[window[d]] if d in window else 1 for d in range(rank)],
-        node["input_batching_dims"],
-        node["scatter_indices_batching_dims"],
-        node["scatter_dims_to_operand_dims"],
-    )
-    windows, batch = iter(window_dims), iter(lookup.batch_labels)
-    labels = [
-        ("window", next(windows)) if n in node["update_window_dims"] else next(batch)
-        for n in range(len(updates))
-    ]
-    return lookup, labels
+    window = dict(zip(numbers.window_dims(rank), numbers.slice_dims, strict=True))
+    lookup = Lookup.of(node, [updates[window[d]] if d in window else 1 for d in range(rank)])
+    return lookup, lookup.slice_labels(numbers, len(updates))
 
 
 def _write_one(
@@ -142,9 +129,9 @@ class _Writer:
         (axis,) = lookup.partial
         positions = lookup.column(c, indices, axis)
         window: list[Label] = [("window", axis)] if lookup.sizes[axis] != 1 else []
-        unindexed = _unindexed(lookup, [axis], labels)
-        before: list[Label] = [("window", d) for d in unindexed if d < axis]
-        after: list[Label] = [("window", d) for d in unindexed if d > axis]
+        unindexed = lookup.unindexed([axis], labels)
+        before = [label for label in unindexed if label[1] < axis]
+        after = [label for label in unindexed if label[1] > axis]
         want = [*before, *lookup.batch_labels, *window, *after]
         updates = self._neutralize(arrange_labels(updates, labels, want), want)
         count = product([*lookup.batch, lookup.sizes[axis]])
@@ -162,7 +149,7 @@ class _Writer:
     def _write_points(self, x: Var, indices: Var, updates: Var, labels: Sequence[Label]) -> Var:
         """Write elements, or slices, at coordinates (scatter_nd)."""
         c, lookup, points = self.c, self.lookup, self.lookup.partial
-        slice_labels: list[Label] = [("window", d) for d in _unindexed(lookup, points, labels)]
+        slice_labels = lookup.unindexed(points, labels)
         order: list[Label] = [*(("window", d) for d in points), *slice_labels]
         coordinates = lookup.matrix(c, indices, points, clamp=True)
         if self.pads_end:
@@ -180,9 +167,8 @@ class _Writer:
         """Merge the indexed dimensions, and write rows (scatter)."""
         c, lookup = self.c, self.lookup
         rows = sorted([*lookup.partial, *lookup.batching])
-        unindexed = _unindexed(lookup, rows, labels)
-        row_labels: list[Label] = [("window", d) for d in unindexed]
-        sizes = [lookup.shape[d] for d in (*rows, *unindexed)]
+        row_labels = lookup.unindexed(rows, labels)
+        sizes = [lookup.shape[d] for d in (*rows, *(d for _, d in row_labels))]
         height, width = product(sizes[: len(rows)]), product(sizes[len(rows) :])
         windows: list[Label] = [("window", d) for d in lookup.windows(rows)]
         want = [*lookup.batch_labels, *windows, *row_labels]
@@ -260,11 +246,6 @@ class _Writer:
             begin_mask=[True] * x.rank,
             end_mask=is_unsliced,
         )
-
-
-def _unindexed(lookup: Lookup, indexed: Sequence[int], labels: Sequence[Label]) -> list[int]:
-    """Return the unindexed dimensions of the updates."""
-    return [d for d in range(len(lookup.shape)) if d not in indexed and ("window", d) in labels]
 
 
 def _identity(mode: str, dtype: DType) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,8 @@ import sympy
 
 from coreml_delegate.errors import GraphError, UnsupportedOperatorError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, const
-from coreml_delegate.graph.node import Value
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, product, simplify
 from coreml_delegate.mil.compose import mb
-
-_MOST_KNOWN = 16
 
 
 def sizes_of(name: str, sizes: Sequence[Any], least: int = 0) -> tuple[Dim, ...]:
@@ -53,30 +50,6 @@ def require_rank(name: str, what: str, entries: Sequence[Any], rank: int) -> Non
             got=str(len(entries)),
             expected=f"{rank}, one per dimension",
         )
-
-
-def known_elements(
-    function: Callable[..., Any], *values: Value, dtype: DType | None = None
-) -> tuple[Dim, ...] | None:
-    """Return the elements of an integer result of at most 16, which may be a shape, or None.
-
-    Args:
-        function: Takes an object array for each value; returns the array of the result.
-        values: Operands.
-        dtype: Element type of the result; None for the first operand's.
-    """
-    element = dtype or values[0].dtype
-    if not element.is_integer:
-        return None
-    arrays: list[Any] = []
-    for value in values:
-        if value.elements is None or not value.type.is_static:
-            return None
-        array = np.empty(len(value.elements), object)
-        array[:] = value.elements
-        arrays.append(array.reshape(value.type.static_shape))
-    result = np.asarray(function(*arrays), object)
-    return tuple(result.reshape(-1)) if result.size <= _MOST_KNOWN else None
 
 
 @dataclass(frozen=True)

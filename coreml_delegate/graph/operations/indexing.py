@@ -85,15 +85,15 @@ class _Merged:
         outer = (*(indices.shape[n] for _, n in pairs), product([indices.shape[n] for n in extra]))
         window = tuple(sizes[d] for d in dims)
         batching = tuple(dims.index(d) for d, _ in pairs)
-        others = [d for d in range(len(dims)) if d not in batching]
-        dropped = tuple(d for d in others if window[d] == 1)
+        unbatched = [d for d in range(len(dims)) if d not in batching]
+        dropped = tuple(d for d in unbatched if window[d] == 1)
         merged = DimensionNumbers(
             dropped=dropped,
             batching=batching,
             indices_batching=tuple(range(len(batching))),
             mapped=tuple(map(dims.index, numbers.mapped)),
             index_axis=len(outer),
-            slice_dims=tuple(len(outer) + n for n in range(len(others) - len(dropped))),
+            slice_dims=tuple(len(outer) + n for n in range(len(unbatched) - len(dropped))),
         )
         shape = tuple(x.shape[d] for d in dims)
         return cls(merged, shape, window, outer, (*numbers.indices_batching, *extra))

@@ -160,7 +160,7 @@ class Lookup:
         ]
 
     def unindexed(self, indexed: Sequence[int], labels: Sequence[Label]) -> list[Label]:
-        """Return the labels of unindexed dimensions that are among the labels of slices."""
+        """Return the labels of unindexed dimensions, without labels that slices lack."""
         dims = [d for d in range(len(self.shape)) if d not in indexed]
         return [("window", d) for d in dims if ("window", d) in labels]
 

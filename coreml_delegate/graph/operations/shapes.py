@@ -23,11 +23,11 @@ from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.axes import (
     Axes,
     counting,
-    known_elements,
     permute,
     require_rank,
     sizes_of,
 )
+from coreml_delegate.graph.sizes import known_elements
 from coreml_delegate.graph.tensor_types import (
     ALL,
     NUMBERS,

@@ -19,11 +19,11 @@ from coreml_delegate.graph.operations.axes import (
     clamp_index,
     counting,
     join,
-    known_elements,
     require_rank,
     sizes_of,
 )
 from coreml_delegate.graph.operations.shapes import known_sizes
+from coreml_delegate.graph.sizes import known_elements
 from coreml_delegate.graph.tensor_types import ALL, Dim, TensorType, simplify
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.movement import pad

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, const
 from coreml_delegate.graph.emitter import same_shape
 from coreml_delegate.graph.tensor_types import Dim, product
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.movement import pad, take
 
 
@@ -32,11 +33,11 @@ def transpose(
     if list(permutation) == sorted(permutation):
         return x, new_shape
     if x.val is not None:
-        return c.const(np.transpose(x.val, list(permutation))), new_shape
+        return const(np.transpose(x.val, list(permutation))), new_shape
     if long_axes == sorted(long_axes):
         # A reshape does: axes of size 1 change places, the elements stay in order.
         return c.reshape(x, new_shape), new_shape
-    return c.mb.transpose(x=x, perm=list(permutation)), new_shape
+    return mb.transpose(x=x, perm=list(permutation)), new_shape
 
 
 def reshape(c: Composer, x: Var, shape: Sequence[Dim], new_shape: Sequence[Dim]) -> Var:
@@ -44,13 +45,13 @@ def reshape(c: Composer, x: Var, shape: Sequence[Dim], new_shape: Sequence[Dim])
     if same_shape(shape, new_shape):
         return x
     if x.val is not None:
-        return c.const(np.reshape(x.val, [int(size) for size in new_shape]))
+        return const(np.reshape(x.val, [int(size) for size in new_shape]))
     return c.reshape(x, new_shape)
 
 
-def join(c: Composer, values: Sequence[Var], axis: int) -> Var:
+def join(values: Sequence[Var], axis: int) -> Var:
     """Concatenate tensors along an axis."""
-    return values[0] if len(values) == 1 else c.mb.concat(values=list(values), axis=axis)
+    return values[0] if len(values) == 1 else mb.concat(values=list(values), axis=axis)
 
 
 def spread(c: Composer, x: Var, shape: Sequence[Dim], factors: Sequence[int], fill: Var) -> Var:
@@ -72,17 +73,17 @@ def spread(c: Composer, x: Var, shape: Sequence[Dim], factors: Sequence[int], fi
             before, after = [product(before)], [product(after)]
             x = c.reshape(x, (*before, size, *after))
         gaps = [(0, 0)] * (len(before) + 1) + [(0, factor - 1)] + [(0, 0)] * len(after)
-        x = pad(c.mb.expand_dims(x=x, axes=[len(before) + 1]), gaps, fill)
+        x = pad(mb.expand_dims(x=x, axes=[len(before) + 1]), gaps, fill)
         sizes[axis] = size * factor
         x = take(c.reshape(x, sizes), axis, 0, 1 - factor)
         sizes[axis] = (size - 1) * factor + 1
     return x
 
 
-def flip(c: Composer, x: Var, axes: Sequence[int]) -> Var:
+def flip(x: Var, axes: Sequence[int]) -> Var:
     """Return a tensor with the elements along some axes in reverse order."""
     if not axes:
         return x
     if x.val is not None:
-        return c.const(np.flip(x.val, tuple(axes)))
-    return c.mb.reverse(x=x, axes=list(axes))
+        return const(np.flip(x.val, tuple(axes)))
+    return mb.reverse(x=x, axes=list(axes))

@@ -17,6 +17,7 @@ from coreml_delegate.graph.operations.fused import attention, hide
 from coreml_delegate.graph.patterns import Pattern, softmax_of
 from coreml_delegate.graph.tensor_types import FLOATS
 from coreml_delegate.graph.views import View, number
+from coreml_delegate.mil.compose import mb
 
 # The highest score of a hidden position: added to another score, it has to outweigh that score.
 _MOST_HIDDEN = -1e30
@@ -33,7 +34,7 @@ def _compose(c: Composer, node: Node, query: Var, key: Var, value: Var, *masks: 
     y = attention(c, node.type.dtype, query, key, value, mask_operands, node["scale"])
     order, shape = node["result_layout"]
     y = c.reshape(y, shape)
-    y = c.mb.transpose(x=y, perm=order) if list(order) != sorted(order) else y
+    y = mb.transpose(x=y, perm=order) if list(order) != sorted(order) else y
     return c.reshape(y, node.type.static_shape)
 
 
@@ -45,7 +46,7 @@ def _compose_mask(c: Composer, node: Node, masks: Sequence[Var]) -> Var | None:
     flag, added = by_kind.get("flag"), by_kind.get("added")
     if flag is None or (added is None and node["hidden"] == -math.inf):
         return added if flag is None else flag
-    return hide(c, node.type.dtype, flag, added, node["hidden"])
+    return hide(node.type.dtype, flag, added, node["hidden"])
 
 
 def _rearrange(
@@ -60,16 +61,14 @@ def _rearrange(
     ``repeats`` has the size before and after for each axis; None leaves the tensor unrepeated.
     """
     if list(order) != sorted(order):
-        var = c.mb.transpose(x=var, perm=list(order))
+        var = mb.transpose(x=var, perm=list(order))
     if repeats is not None:
         sizes = [size for size, _ in repeats]
         var = c.broadcast(c.reshape(var, sizes), [size for _, size in repeats])
     return c.reshape(var, tuple(shape))
 
 
-_RECORD = OperationRecord(
-    "attention", FLOATS, _compose, False, "Attention of tensors in any layout."
-)
+_RECORD = OperationRecord("attention", FLOATS, _compose, "Attention of tensors in any layout.")
 
 
 @dataclass(slots=True)

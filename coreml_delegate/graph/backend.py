@@ -9,7 +9,7 @@ from typing import Any
 from coreml_delegate.errors import OptionError
 from coreml_delegate.graph.builder import Builder
 from coreml_delegate.graph.emitter import OPERATIONS, REFUSED
-from coreml_delegate.graph.executable import Buffer
+from coreml_delegate.graph.executable import Buffer, Settings
 from coreml_delegate.graph.tensor_types import DType
 from coreml_delegate.options.checks import member
 from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit, Precision
@@ -18,7 +18,7 @@ from coreml_delegate.runtime.engines.selection import ENGINES
 from coreml_delegate.targets import Opset
 
 
-class Backend:
+class Backend(Settings):
     """The options that graphs are compiled and run with.
 
     Args:
@@ -46,15 +46,14 @@ class Backend:
             raise OptionError(
                 "unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES))
             )
-        self.engine = engine
-        self.options = options or EngineOptions()
-        self.opset = _opset(target)
-        self.compile_options = dataclasses.replace(
+        opset = _opset(target)
+        compile_options = dataclasses.replace(
             CompileOptions(),
             compute_unit=_member(ComputeUnit, compute_units, "compute unit"),
-            deployment_target=self.opset,
+            deployment_target=opset,
             precision=_member(Precision, precision, "precision"),
         )
+        super().__init__(engine, options or EngineOptions(), opset, compile_options)
 
     def builder(self, name: str = "main") -> Builder:
         """Return a builder of a new graph."""

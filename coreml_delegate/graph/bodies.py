@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import Composer, Var, to_storage
 from coreml_delegate.graph.emitter import Emitter
-from coreml_delegate.graph.node import Closure, Value
+from coreml_delegate.graph.node import Closure, Value, require_elementwise
 from coreml_delegate.graph.tensor_types import DType, TensorType
+from coreml_delegate.mil.compose import mb
 
 KINDS = ("add", "multiply", "maximum", "minimum", "and", "or", "xor")
 """Commutative and associative operations that a body may be."""
@@ -29,21 +29,6 @@ _COMPARISONS = {
     "GE": "greater_equal",
 }
 _MIRRORED = {"less": "greater", "less_equal": "greater_equal"}
-
-_ELEMENTWISE = frozenset(  # by name: most of these families are not imported here
-    part
-    for line in (
-        "abs negate sign ceil floor round_nearest_even round_nearest_afz sqrt rsqrt cbrt",
-        "exponential exponential_minus_one log log_plus_one sine cosine tan tanh logistic erf",
-        "erfc erf_inv asin acos atan sinh cosh asinh acosh atanh square lgamma digamma add",
-        "subtract multiply mulhi divide power remainder maximum minimum atan2 clamp select is_nan",
-        "is_inf is_finite convert reduce_precision compare equal not_equal less less_equal",
-        "greater greater_equal and or xor not shift_left shift_right_logical",
-        "shift_right_arithmetic popcnt count_leading_zeros bitcast_convert identity",
-        "optimization_barrier constant argument",
-    )
-    for part in line.split()
-)
 
 
 def known_kinds(body: Closure) -> tuple[str, ...] | None:
@@ -145,12 +130,7 @@ def trace_wide(
         GraphError: The body has operations that are not elementwise.
     """
     closure = emitter.trace(name, body, [*types, *types])
-    not_elementwise = {node.name for node in closure.scope.nodes} - _ELEMENTWISE
-    if not_elementwise:
-        raise GraphError(
-            f"{name} has to consist of elementwise operations",
-            got=", ".join(sorted(not_elementwise)),
-        )
+    require_elementwise(name, closure)
     dtypes = [type.dtype for type in types] if returns is None else returns
     closure.check([*types, *types], [types[0].with_dtype(dtype) for dtype in dtypes])
     return closure
@@ -189,17 +169,17 @@ def is_identity(kind: str, value: Value) -> bool:
     return False
 
 
-def combine(c: Composer, kind: str, dtype: DType, x: Var, y: Var) -> Var:
+def combine(kind: str, dtype: DType, x: Var, y: Var) -> Var:
     """Return ``kind(x, y)``, element by element; bools are stored as int32.
 
     Integers are combined modulo 2**32; for extrema, uint32 comes from ``Composer.ordered``.
     """
     if dtype is DType.BOOL:
         if kind == "xor":
-            return c.mb.abs(x=c.mb.sub(x=x, y=y))
+            return mb.abs(x=mb.sub(x=x, y=y))
         kind = "maximum" if kind in ("or", "add", "maximum") else "minimum"
     op = {"add": "add", "multiply": "mul", "maximum": "maximum", "minimum": "minimum"}[kind]
-    return getattr(c.mb, op)(x=x, y=y)
+    return getattr(mb, op)(x=x, y=y)
 
 
 def is_composable(kind: str, dtype: DType) -> bool:
@@ -210,11 +190,11 @@ def is_composable(kind: str, dtype: DType) -> bool:
 def call_wide(c: Composer, closure: Closure, values: Sequence[Var]) -> list[Var]:
     """Call a closure with tensors, and return its results; bools are stored as int32."""
     arguments = [
-        c.mb.cast(x=var, dtype="bool") if parameter.dtype is DType.BOOL else var
+        mb.cast(x=var, dtype="bool") if parameter.dtype is DType.BOOL else var
         for parameter, var in zip(closure.parameters, values, strict=True)
     ]
     returned = c.call(closure, arguments)
     return [
-        c.mb.cast(x=var, dtype="int32") if value.dtype is DType.BOOL else var
+        mb.cast(x=var, dtype="int32") if value.dtype is DType.BOOL else var
         for value, var in zip(closure.results, returned, strict=True)
     ]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import sympy
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var, to_storage
-from coreml_delegate.graph.emitter import operation
+from coreml_delegate.graph.compose import Composer, Var, const, to_storage
+from coreml_delegate.graph.emitter import elementwise, operation
+from coreml_delegate.graph.executable import Executable, Settings
+from coreml_delegate.graph.mil_program import Graph, package_files
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.bits import Bits
 from coreml_delegate.graph.operations.comparison import Comparison
@@ -36,41 +38,21 @@ from coreml_delegate.graph.tensor_types import (
     linear,
     simplify,
 )
-
-if TYPE_CHECKING:
-    from coreml_delegate.graph.backend import Backend
-    from coreml_delegate.graph.executable import Executable
+from coreml_delegate.targets import Opset
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
 # Words of MIL's text: coremltools would rename inputs and outputs of these names.
 _RESERVED = frozenset(
     [
-        "any",
-        "bool",
-        "program",
-        "func",
-        "tensor",
-        "list",
-        "dict",
-        "tuple",
-        "true",
-        "false",
-        "string",
-        "state",
-        "bf16",
-        "fp16",
-        "fp32",
-        "fp64",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
+        *("any", "bool", "program", "func", "tensor", "list", "dict", "tuple"),
+        *("true", "false", "string", "state", "bf16", "fp16", "fp32", "fp64"),
+        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
     ]
 )
+_STATE_DTYPES = frozenset(
+    {DType.FLOAT16, DType.FLOAT32, DType.FLOAT64, DType.BOOL, DType.UINT8, DType.INT8}
+)
+"""Element types of states, which are fp16: floats are rounded; wider integers are not exact."""
 
 
 def is_feature_name(name: str) -> bool:
@@ -92,13 +74,13 @@ def check_feature_name(name: str, what: str) -> None:
         )
 
 
-def _compose_constant(c: Composer, node: Node) -> Var:
-    return c.const(node["array"])
+def _compose_constant(_: Composer, node: Node) -> Var:
+    return const(node["array"])
 
 
 def _compose_size(c: Composer, node: Node) -> Var:
     size = c.size(node["size"])
-    return c.const(np.int32(size)) if isinstance(size, int) else size
+    return const(np.int32(size)) if isinstance(size, int) else size
 
 
 def _compose_parameter(*_: Any) -> Any:
@@ -126,11 +108,11 @@ class Builder(
     Each operation is a method that takes and returns values, and checks its arguments at once.
 
     Args:
-        backend: Compiles the graph.
+        backend: How the graph is compiled and run.
         name: Name in messages.
     """
 
-    def __init__(self, backend: Backend, name: str = "main") -> None:
+    def __init__(self, backend: Settings, name: str = "main") -> None:
         super().__init__()
         self.backend = backend
         self.name = name
@@ -169,7 +151,7 @@ class Builder(
         self.parameters[name] = value
         return value
 
-    @operation(ALL, _compose_constant)
+    @elementwise(ALL, _compose_constant)
     def constant(self, array: Any, dtype: Any = None) -> Value:
         """Return a constant.
 
@@ -199,19 +181,6 @@ class Builder(
         """Return a size, which may be an expression of sizes of parameters, as an int32 scalar."""
         return self.emit("size", (), TensorType(DType.INT32, ()), size=size, elements=(size,))
 
-    def check_outputs(self, outputs: Mapping[str, Value]) -> None:
-        """Refuse an output that is not a value of this graph, or has an impossible name.
-
-        Raises:
-            GraphError: Names the first wrong output.
-        """
-        for name, value in outputs.items():
-            if not isinstance(value, Value) or value.node.scope is not self.scope:
-                raise GraphError(f"output {name!r} is not a value of this graph", got=repr(value))
-            check_feature_name(name, "an output")
-            if name in self.parameters:
-                raise GraphError("an output has the name of a parameter", got=repr(name))
-
     def compile(
         self,
         outputs: Value | Sequence[Value] | Mapping[str, Value],
@@ -231,9 +200,74 @@ class Builder(
             LoweringError: Core ML cannot express the graph.
             CoreMLDelegateError: The engine cannot run it.
         """
-        from coreml_delegate.graph.executable import compile_graph
+        named = self._name_outputs(outputs)
+        new_values = {} if states is None else dict(states)
+        self._check_states(new_values)
+        names = {value: name for name, value in self.parameters.items()}
+        graph = Graph(
+            self.scope,
+            inputs={name: value for value, name in names.items() if value not in new_values},
+            outputs=named,
+            states={names[value]: (value, after) for value, after in new_values.items()},
+            dimensions=self.dimensions,
+        )
+        return Executable(
+            package_files(graph, self.backend.compile_options, self.backend.opset),
+            self.backend,
+            {name: value.type for name, value in graph.inputs.items()},
+            {name: value.type for name, value in named.items()},
+            {name: value.type for name, (value, _) in graph.states.items()},
+            self.dimensions,
+        )
 
-        return compile_graph(self, outputs, states or {})
+    def _name_outputs(
+        self, outputs: Value | Sequence[Value] | Mapping[str, Value]
+    ) -> dict[str, Value]:
+        """Return outputs by name, which are checked."""
+        if isinstance(outputs, Mapping):
+            named = dict(outputs)
+        elif isinstance(outputs, Value):
+            named = {"output": outputs}
+        else:
+            prefix = "output"
+            while any(name.startswith(f"{prefix}_") for name in self.parameters):
+                prefix += "s"
+            named = {f"{prefix}_{n}": value for n, value in enumerate(outputs)}
+        if not named:
+            raise GraphError("nothing to compile", expected="at least one output")
+        for name, value in named.items():
+            if not isinstance(value, Value) or value.node.scope is not self.scope:
+                raise GraphError(f"output {name!r} is not a value of this graph", got=repr(value))
+            check_feature_name(name, "an output")
+            if name in self.parameters:
+                raise GraphError("an output has the name of a parameter", got=repr(name))
+        return named
+
+    def _check_states(self, states: Mapping[Value, Value]) -> None:
+        opset = self.backend.opset
+        if states and opset < Opset.iOS18:
+            raise GraphError(
+                "Core ML has states since iOS18",
+                got=opset.name,
+                remedy="Pass target='iOS18' to Backend",
+            )
+        for before, after in states.items():
+            if before not in self.parameters.values():
+                raise GraphError("only parameters can be states", got=repr(before))
+            if before.type != after.type:
+                raise GraphError(
+                    "a state is replaced by a value of another type",
+                    got=str(after.type),
+                    expected=str(before.type),
+                )
+            is_fixed = before.type.is_static and not before.type.is_empty
+            if before.dtype not in _STATE_DTYPES or not is_fixed:
+                raise GraphError(
+                    "a value of this type cannot be a Core ML state, whose elements are fp16",
+                    got=str(before.type),
+                    expected="a fixed shape of "
+                    + ", ".join(dtype.label for dtype in DType if dtype in _STATE_DTYPES),
+                )
 
     def _outermost(self) -> Any:
         scope = self.scope

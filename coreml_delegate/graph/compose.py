@@ -17,6 +17,7 @@ import sympy
 from coreml_delegate.errors import GraphError, UnsupportedOperatorError
 from coreml_delegate.graph.node import Closure, Node, Scope, Value, needed_nodes
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, linear, simplify
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.targets import Opset
 
 Var = Any
@@ -32,18 +33,13 @@ class Composer:
     """Writes the MIL function of a graph.
 
     Args:
-        mb: coremltools' builder of MIL.
         opset: The MIL opset to use.
         order: Returns the nodes that compute values of a scope, in the order to compose them.
     """
 
     def __init__(
-        self,
-        mb: Any,
-        opset: Opset,
-        order: Callable[[Scope, Sequence[Value]], Iterable[Node]] = needed_nodes,
+        self, opset: Opset, order: Callable[[Scope, Sequence[Value]], Iterable[Node]] = needed_nodes
     ) -> None:
-        self.mb = mb
         self.opset = opset
         self.order = order
         self._vars: dict[Value, Var | None] = {}
@@ -99,7 +95,7 @@ class Composer:
             return compose(self, node, *operands)
         # Hardly any op of MIL moves bools.
         as_integers = [
-            self.mb.cast(x=var, dtype="int32")
+            mb.cast(x=var, dtype="int32")
             if operand.dtype is DType.BOOL and var is not None
             else var
             for operand, var in zip(node.operands, operands, strict=True)
@@ -107,36 +103,21 @@ class Composer:
         returned = compose(self, node, *as_integers)
         results = returned if isinstance(returned, tuple) else (returned,)
         as_bools = tuple(
-            self.mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
+            mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
             for value, var in zip(node.results, results, strict=True)
         )
         return as_bools if isinstance(returned, tuple) else as_bools[0]
 
     # Constants and sizes
 
-    def const(self, array: Any, dtype: DType | None = None) -> Var:
-        """Return a constant.
-
-        Args:
-            array: Elements of ``dtype``, or of its storage dtype.
-            dtype: Element type of the graph; None if the array has the storage dtype.
-        """
-        array = np.asarray(array)
-        data = array if dtype is None else to_storage(array, dtype)
-        if data.ndim > MOST_AXES:
-            data = data.reshape(-1)
-        if data.ndim == 0:
-            return self.mb.const(val=data[()])
-        return self.mb.const(val=np.ascontiguousarray(data))
-
     def full(self, value: Any, like: TensorType) -> Var:
         """Return a tensor filled with ``value``; its shape may be symbolic."""
         scalar = to_storage(np.asarray(value), like.dtype)[()]
         if like.rank == 0:
-            return self.mb.const(val=scalar)
+            return mb.const(val=scalar)
         if like.is_static:
-            return self.const(np.full(like.static_shape, scalar, like.dtype.storage_numpy))
-        return self.mb.fill(shape=self.shape(storage_shape(like.shape)), value=scalar)
+            return const(np.full(like.static_shape, scalar, like.dtype.storage_numpy))
+        return mb.fill(shape=self.shape(storage_shape(like.shape)), value=scalar)
 
     def size(self, size: Dim) -> Var | int:
         """Return a size: an int, or an int32 of rank 0 computed from a parameter's shape."""
@@ -150,12 +131,12 @@ class Composer:
             return [int(size) for size in shape]
         parts = [self.size(size) for size in shape]
         vectors = [
-            self.const(np.array([part], np.int32))
+            const(np.array([part], np.int32))
             if isinstance(part, int)
-            else self.mb.expand_dims(x=part, axes=[0])
+            else mb.expand_dims(x=part, axes=[0])
             for part in parts
         ]
-        return vectors[0] if len(vectors) == 1 else self.mb.concat(values=vectors, axis=0)
+        return vectors[0] if len(vectors) == 1 else mb.concat(values=vectors, axis=0)
 
     def _read_size(self, size: sympy.Symbol) -> Var:
         """Return a symbol's size, read from a bound value: ``size = slope * symbol + offset``."""
@@ -165,23 +146,23 @@ class Composer:
                 remedy="Give a parameter a dimension of that name",
             )
         var, axis, expression = self._sizes[size]
-        shape = self.mb.shape(x=var)
-        read_size = self.mb.gather(x=shape, indices=np.int32(axis), axis=0)
+        shape = mb.shape(x=var)
+        read_size = mb.gather(x=shape, indices=np.int32(axis), axis=0)
         _, slope, offset = linear(expression) or (None, 1, 0)
         if offset:
-            read_size = self.mb.sub(x=read_size, y=np.int32(offset))
-        return self.mb.floor_div(x=read_size, y=np.int32(slope)) if slope != 1 else read_size
+            read_size = mb.sub(x=read_size, y=np.int32(offset))
+        return mb.floor_div(x=read_size, y=np.int32(slope)) if slope != 1 else read_size
 
     def _expression(self, size: Any) -> Var:
         if isinstance(size, sympy.Symbol):
             return self._read_size(size)
         if size.is_Integer:
-            return self.mb.const(val=np.int32(int(size)))
+            return mb.const(val=np.int32(int(size)))
         functions: dict[Any, tuple[Callable[..., Var], Any]] = {
-            sympy.Add: (lambda x, y: self.mb.add(x=x, y=y), 0),
-            sympy.Mul: (lambda x, y: self.mb.mul(x=x, y=y), 1),
-            sympy.Max: (lambda x, y: self.mb.maximum(x=x, y=y), None),
-            sympy.Min: (lambda x, y: self.mb.minimum(x=x, y=y), None),
+            sympy.Add: (lambda x, y: mb.add(x=x, y=y), 0),
+            sympy.Mul: (lambda x, y: mb.mul(x=x, y=y), 1),
+            sympy.Max: (lambda x, y: mb.maximum(x=x, y=y), None),
+            sympy.Min: (lambda x, y: mb.minimum(x=x, y=y), None),
         }
         if size.func in functions:
             combine, _ = functions[size.func]
@@ -191,80 +172,16 @@ class Composer:
             return result
         if isinstance(size, sympy.floor):
             top, bottom = sympy.fraction(sympy.together(size.args[0]))
-            return self.mb.floor_div(x=self._expression(top), y=self._expression(bottom))
+            return mb.floor_div(x=self._expression(top), y=self._expression(bottom))
         if isinstance(size, sympy.Mod):
-            return self.mb.mod(x=self._expression(size.args[0]), y=self._expression(size.args[1]))
+            return mb.mod(x=self._expression(size.args[0]), y=self._expression(size.args[1]))
         if isinstance(size, sympy.Pow) and isinstance(size.args[1], sympy.Integer):
             base, exponent = self._expression(size.args[0]), int(size.args[1])
             power = base
             for _ in range(exponent - 1):
-                power = self.mb.mul(x=power, y=base)
+                power = mb.mul(x=power, y=base)
             return power
         raise UnsupportedOperatorError("a size cannot be computed in Core ML", got=str(size))
-
-    # Element types
-
-    def convert(self, x: Var, source: DType, target: DType) -> Var:
-        """Convert values to another element type, by StableHLO's rules.
-
-        Floats are rounded towards zero to integers; integers keep their low bits; bool is 0 or 1,
-        and every number but 0 is true.
-        """
-        if source is target or (
-            source.storage_dtype == target.storage_dtype
-            and not (source.is_integer and target.is_integer)
-        ):
-            return x
-        if target is DType.BOOL:
-            return self.mb.not_equal(x=x, y=source.storage_numpy.type(0))
-        if source.is_integer and target.is_integer:
-            return self.wrap(x, target)
-        if source.is_integer and target.is_float and source is DType.UINT32:
-            return self._unsigned_to_float(x, target)
-        if source.is_float and target is DType.UINT32:
-            return self._float_to_unsigned(x, source)
-        return self.wrap(self.mb.cast(x=x, dtype=target.storage_dtype), target)
-
-    def wrap(self, x: Var, dtype: DType) -> Var:
-        """Wrap int32 values to a narrower integer type of n bits; other types are unchanged.
-
-        Unsigned: ``x mod 2**n``; signed: ``(x + 2**(n-1)) mod 2**n - 2**(n-1)``.
-        """
-        if not dtype.wraps:
-            return x
-        span = np.int32(1 << dtype.bits)
-        if dtype.is_unsigned:
-            return self.mb.mod(x=x, y=span)
-        half = np.int32(1 << (dtype.bits - 1))
-        return self.mb.sub(x=self.mb.mod(x=self.mb.add(x=x, y=half), y=span), y=half)
-
-    def ordered(self, x: Var, dtype: DType) -> Var:
-        """Map values so that ``<`` of the storage dtype is ``<`` of the element type.
-
-        Only uint32 changes, which is stored as the bits of an int32: ``x - 2**31`` keeps its order.
-        """
-        return self.mb.add(x=x, y=_INT_MIN) if dtype is DType.UINT32 else x
-
-    def _unsigned_to_float(self, x: Var, target: DType) -> Var:
-        # high * 2**16 + low, where both are unsigned halves.
-        high = self.mb.floor_div(x=x, y=np.int32(1 << 16))
-        high = self.mb.mod(x=high, y=np.int32(1 << 16))
-        low = self.mb.mod(x=x, y=np.int32(1 << 16))
-        scaled_high = self.mb.mul(x=self.mb.cast(x=high, dtype="fp32"), y=np.float32(1 << 16))
-        converted = self.mb.add(x=scaled_high, y=self.mb.cast(x=low, dtype="fp32"))
-        return (
-            converted
-            if target.storage_dtype == "fp32"
-            else self.mb.cast(x=converted, dtype=target.storage_dtype)
-        )
-
-    def _float_to_unsigned(self, x: Var, source: DType) -> Var:
-        floats = x if source.storage_dtype == "fp32" else self.mb.cast(x=x, dtype="fp32")
-        # From 2**31 on: the bits of x - 2**31, with the highest bit set.
-        above = self.mb.greater_equal(x=floats, y=np.float32(2**31))
-        reduced = self.mb.select(cond=above, a=self.mb.sub(x=floats, y=np.float32(2**31)), b=floats)
-        bits = self.mb.cast(x=reduced, dtype="int32")
-        return self.mb.select(cond=above, a=self.mb.add(x=bits, y=_INT_MIN), b=bits)
 
     # Shapes
 
@@ -276,15 +193,15 @@ class Composer:
         if not shape:
             if x.rank > 1:
                 # coremltools 9 squeezes only one axis of a constant, whatever ``axes`` says.
-                x = self.mb.reshape(x=x, shape=[1])
-            return self.mb.squeeze(x=x, axes=[0]) if x.rank else x
+                x = mb.reshape(x=x, shape=[1])
+            return mb.squeeze(x=x, axes=[0]) if x.rank else x
         if x.rank == 0:
-            x = self.mb.expand_dims(x=x, axes=[0])
+            x = mb.expand_dims(x=x, axes=[0])
         unknown = [n for n, size in enumerate(shape) if not isinstance(size, int)]
         if len(unknown) == 1:
             sizes = [-1 if n in unknown else int(size) for n, size in enumerate(shape)]
-            return self.mb.reshape(x=x, shape=sizes)
-        return self.mb.reshape(x=x, shape=self.shape(shape))
+            return mb.reshape(x=x, shape=sizes)
+        return mb.reshape(x=x, shape=self.shape(shape))
 
     def broadcast(self, x: Var, shape: Sequence[Dim]) -> Var:
         """Broadcast ``x`` to a shape; its sizes are equal or 1, or its rank is 0."""
@@ -299,9 +216,93 @@ class Composer:
             return x
         if all(isinstance(size, int) for size in shape):
             reps = [int(w) if r else 1 for w, r in zip(shape, repeated, strict=True)]
-            return self.mb.tile(x=x, reps=reps)
+            return mb.tile(x=x, reps=reps)
         reps = self.shape([w if r else 1 for w, r in zip(shape, repeated, strict=True)])
-        return self.mb.tile(x=x, reps=reps)
+        return mb.tile(x=x, reps=reps)
+
+
+def const(array: Any, dtype: DType | None = None) -> Var:
+    """Return a constant.
+
+    Args:
+        array: Elements of ``dtype``, or of its storage dtype.
+        dtype: Element type of the graph; None if the array has the storage dtype.
+    """
+    array = np.asarray(array)
+    data = array if dtype is None else to_storage(array, dtype)
+    if data.ndim > MOST_AXES:
+        data = data.reshape(-1)
+    if data.ndim == 0:
+        return mb.const(val=data[()])
+    return mb.const(val=np.ascontiguousarray(data))
+
+
+def convert(x: Var, source: DType, target: DType) -> Var:
+    """Convert values to another element type, by StableHLO's rules.
+
+    Floats are rounded towards zero to integers; integers keep their low bits; bool is 0 or 1,
+    and every number but 0 is true.
+    """
+    if source is target or (
+        source.storage_dtype == target.storage_dtype
+        and not (source.is_integer and target.is_integer)
+    ):
+        return x
+    if target is DType.BOOL:
+        return mb.not_equal(x=x, y=source.storage_numpy.type(0))
+    if source.is_integer and target.is_integer:
+        return wrap(x, target)
+    if source.is_integer and target.is_float and source is DType.UINT32:
+        return _unsigned_to_float(x, target)
+    if source.is_float and target is DType.UINT32:
+        return _float_to_unsigned(x, source)
+    return wrap(mb.cast(x=x, dtype=target.storage_dtype), target)
+
+
+def wrap(x: Var, dtype: DType) -> Var:
+    """Wrap int32 values to a narrower integer type of n bits; other types are unchanged.
+
+    Unsigned: ``x mod 2**n``; signed: ``(x + 2**(n-1)) mod 2**n - 2**(n-1)``.
+    """
+    if not dtype.wraps:
+        return x
+    span = np.int32(1 << dtype.bits)
+    if dtype.is_unsigned:
+        return mb.mod(x=x, y=span)
+    half = np.int32(1 << (dtype.bits - 1))
+    return mb.sub(x=mb.mod(x=mb.add(x=x, y=half), y=span), y=half)
+
+
+def ordered(x: Var, dtype: DType) -> Var:
+    """Map values so that ``<`` of the storage dtype is ``<`` of the element type.
+
+    Only uint32 changes, which is stored as the bits of an int32: ``x - 2**31`` keeps its order.
+    """
+    return mb.add(x=x, y=_INT_MIN) if dtype is DType.UINT32 else x
+
+
+def _unsigned_to_float(x: Var, target: DType) -> Var:
+    # high * 2**16 + low, where both are unsigned halves.
+    high = mb.floor_div(x=x, y=np.int32(1 << 16))
+    high = mb.mod(x=high, y=np.int32(1 << 16))
+    low = mb.mod(x=x, y=np.int32(1 << 16))
+    scaled_high = mb.mul(x=mb.cast(x=high, dtype="fp32"), y=np.float32(1 << 16))
+    converted = mb.add(x=scaled_high, y=mb.cast(x=low, dtype="fp32"))
+    return cast_storage(converted, "fp32", target.storage_dtype)
+
+
+def _float_to_unsigned(x: Var, source: DType) -> Var:
+    floats = cast_storage(x, source.storage_dtype, "fp32")
+    # From 2**31 on: the bits of x - 2**31, with the highest bit set.
+    above = mb.greater_equal(x=floats, y=np.float32(2**31))
+    reduced = mb.select(cond=above, a=mb.sub(x=floats, y=np.float32(2**31)), b=floats)
+    bits = mb.cast(x=reduced, dtype="int32")
+    return mb.select(cond=above, a=mb.add(x=bits, y=_INT_MIN), b=bits)
+
+
+def cast_storage(x: Var, source: str, target: str) -> Var:
+    """Cast from one storage dtype to another, without an op if they are equal."""
+    return x if source == target else mb.cast(x=x, dtype=target)
 
 
 def storage_shape(shape: Sequence[Dim]) -> tuple[Dim, ...]:

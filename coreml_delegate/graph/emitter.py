@@ -11,15 +11,11 @@ import numpy as np
 import sympy
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.node import (
-    Closure,
-    Compose,
-    Node,
-    OperationRecord,
-    Scope,
-    Value,
-)
-from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, simplify
+from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.node import Closure, Compose, Node, OperationRecord, Scope, Value
+from coreml_delegate.graph.sizes import fold
+from coreml_delegate.graph.tensor_types import ALL, FLOATS, Dim, DType, TensorType, simplify
+from coreml_delegate.mil.compose import mb
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
@@ -46,12 +42,16 @@ REFUSED: dict[str, str] = {
 """StableHLO operations that the builder lacks, with the reason."""
 
 
+Method = Callable[Concatenate[Self, Parameters], Returned]
+
+
 def operation(
-    dtypes: Iterable[DType], compose: Compose | None = None, *, moves_data: bool = False
-) -> Callable[
-    [Callable[Concatenate[Self, Parameters], Returned]],
-    Callable[Concatenate[Self, Parameters], Returned],
-]:
+    dtypes: Iterable[DType],
+    compose: Compose | None = None,
+    *,
+    moves_data: bool = False,
+    is_elementwise: bool = False,
+) -> Callable[[Method[Self, Parameters, Returned]], Method[Self, Parameters, Returned]]:
     """Return a decorator that makes a method of the builder an operation, with its record.
 
     The method is the shape rule: it checks its arguments and calls ``self.emit`` with the type of
@@ -62,14 +62,15 @@ def operation(
         dtypes: Element types that the first operand may have.
         compose: Makes MIL of a node; None for an operation that is made of other operations.
         moves_data: See ``OperationRecord``.
+        is_elementwise: See ``OperationRecord``.
     """
 
-    def decorate(
-        method: Callable[Concatenate[Self, Parameters], Returned],
-    ) -> Callable[Concatenate[Self, Parameters], Returned]:
+    def decorate(method: Method[Self, Parameters, Returned]) -> Method[Self, Parameters, Returned]:
         name = method.__name__.removesuffix("_")
         summary = (inspect.getdoc(method) or "").partition("\n")[0]
-        record = OperationRecord(name, frozenset(dtypes), compose, moves_data, summary)
+        record = OperationRecord(
+            name, frozenset(dtypes), compose, summary, moves_data, is_elementwise
+        )
         OPERATIONS[name] = record
 
         @functools.wraps(method)
@@ -80,6 +81,49 @@ def operation(
         return checked
 
     return decorate
+
+
+def elementwise(
+    dtypes: Iterable[DType], compose: Compose
+) -> Callable[[Method[Self, Parameters, Returned]], Method[Self, Parameters, Returned]]:
+    """Return ``operation`` for a method that is elementwise; see ``OperationRecord``."""
+    return operation(dtypes, compose, is_elementwise=True)
+
+
+def mil_op(name: str, **arguments: float) -> Compose:
+    """Return a compose function: a MIL op of ``x``, and arguments in the result's element type."""
+
+    def compose(_: Composer, node: Node, x: Var) -> Var:
+        number = node.type.dtype.storage_numpy.type
+        typed = {argument: number(value) for argument, value in arguments.items()}
+        return getattr(mb, name)(x=x, **typed)
+
+    return compose
+
+
+def unary(
+    name: str,
+    compose: Compose,
+    result: str,
+    *,
+    dtypes: Iterable[DType] = FLOATS,
+    is_test: bool = False,
+) -> Callable[[Any, Value], Value]:
+    """Return a method ``(self, x)`` that is an elementwise operation.
+
+    Args:
+        name: Its name.
+        compose: Makes MIL of a node.
+        result: Description of the result, for the docstring.
+        dtypes: Element types of ``x``.
+        is_test: Whether the result is bool, rather than of the type of ``x``.
+    """
+
+    def method(self: Emitter, x: Value) -> Value:
+        return self.emit_elementwise(name, x, dtype=DType.BOOL if is_test else None)
+
+    method.__name__, method.__doc__ = name, f"Return {result}."
+    return elementwise(dtypes, compose)(method)
 
 
 class Emitter:
@@ -144,6 +188,25 @@ class Emitter:
         self.scope.nodes.append(node)
         return node.results if several else node.results[0]
 
+    def emit_elementwise(
+        self, name: str, *operands: Value, dtype: DType | None = None, **attributes: Any
+    ) -> Value:
+        """Add a node whose result has the broadcast shape of operands of one element type.
+
+        Args:
+            name: The operation.
+            operands: Values of this graph.
+            dtype: Element type of the result; None for the element type of the operands.
+            attributes: See ``emit``.
+
+        Raises:
+            GraphError: Element types or shapes differ.
+        """
+        require_same_dtype(name, *operands)
+        shape = broadcast_shapes(name, *(operand.type for operand in operands))
+        type = TensorType(dtype or operands[0].dtype, shape)
+        return self.emit(name, operands, type, elements=fold(name, type, *operands), **attributes)
+
     def trace(
         self, name: str, function: Callable[..., Any], types: Sequence[TensorType]
     ) -> Closure:
@@ -176,7 +239,7 @@ def _compose_argument(*_: Any) -> Any:
 
 
 OPERATIONS["argument"] = OperationRecord(
-    "argument", ALL, _compose_argument, False, "A parameter of a closure."
+    "argument", ALL, _compose_argument, "A parameter of a closure.", is_elementwise=True
 )
 
 

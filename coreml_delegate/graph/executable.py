@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import sympy
@@ -15,36 +16,33 @@ from coreml_delegate.errors import GraphError, InputError, OptionError
 from coreml_delegate.formats.blob import Buffer as Bytes
 from coreml_delegate.formats.blob_layout import PACKAGE, in_folder
 from coreml_delegate.formats.files import new_file, new_folder
-from coreml_delegate.graph.compose import (
-    MOST_AXES,
-    Composer,
-    Var,
-    from_storage,
-    storage_shape,
-    to_storage,
-)
-from coreml_delegate.graph.fusion import fused_nodes
-from coreml_delegate.graph.node import Value
+from coreml_delegate.graph.compose import MOST_AXES, from_storage, to_storage
 from coreml_delegate.graph.pte import delegate_program
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, TensorType, linear
-from coreml_delegate.lowering.build import model_files
-from coreml_delegate.lowering.convert import Conversion, convert_mil
-from coreml_delegate.patches.third_party import coremltools
+from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.runtime import EngineOptions, Model
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.runtime.native import SMALL
 from coreml_delegate.targets import Opset
 
-if TYPE_CHECKING:
-    from coreml_delegate.graph.backend import Backend
-    from coreml_delegate.graph.builder import Builder
-
 Array = NDArray[Any]
 
-STATE_DTYPES = frozenset(
-    {DType.FLOAT16, DType.FLOAT32, DType.FLOAT64, DType.BOOL, DType.UINT8, DType.INT8}
-)
-"""Element types of states, which are fp16: floats are rounded; wider integers are not exact."""
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """How graphs are compiled and run: the attributes of a ``Backend``.
+
+    Attributes:
+        engine: ``auto``, or an engine's name.
+        options: Options of the engine.
+        opset: MIL opset of the deployment target.
+        compile_options: Options of the lowering.
+    """
+
+    engine: str
+    options: EngineOptions
+    opset: Opset
+    compile_options: CompileOptions
 
 
 class Buffer:
@@ -125,7 +123,7 @@ class Executable:
     def __init__(
         self,
         files: Mapping[str, Bytes],
-        backend: Backend,
+        settings: Settings,
         parameters: Mapping[str, TensorType],
         outputs: Mapping[str, TensorType],
         states: Mapping[str, TensorType],
@@ -136,8 +134,8 @@ class Executable:
         self.outputs = dict(outputs)
         self.states = dict(states)
         self.dimensions = dict(dimensions)
-        self._backend = backend
-        self.model = self._load(backend.engine, backend.options)
+        self._settings = settings
+        self.model = self._load(settings.engine, settings.options)
         self._inputs = [
             (name, type, 0 < type.rank <= MOST_AXES, type.shape if type.is_static else None)
             for name, type in parameters.items()
@@ -160,7 +158,7 @@ class Executable:
             CoreMLDelegateError: The engine cannot be used here, or lacks an op.
         """
         moved = copy.copy(self)
-        engine_options = self._backend.options if options is None else options
+        engine_options = self._settings.options if options is None else options
         moved.model = moved._load(engine, engine_options)
         return moved
 
@@ -256,7 +254,7 @@ class Executable:
             raise OptionError("unknown kind of file", got=str(path), expected=".mlpackage or .pte")
         model = in_folder(PACKAGE, dict(self.files))
         data = delegate_program(
-            model, self.parameters, self.outputs, self.dimensions, self._backend.compile_options
+            model, self.parameters, self.outputs, self.dimensions, self._settings.compile_options
         )
         with new_file(path) as file:
             file.write(data)
@@ -315,206 +313,6 @@ def as_numpy(array: Any) -> Array:
     if hasattr(array, "__dlpack__") and not hasattr(array, "__array__"):
         return np.from_dlpack(array)
     return np.asarray(array)
-
-
-def compile_graph(
-    builder: Builder,
-    outputs: Value | Sequence[Value] | Mapping[str, Value],
-    states: Mapping[Value, Value],
-) -> Executable:
-    """Compile a graph; see ``Builder.compile``."""
-    named = _name_outputs(builder, outputs)
-    _check_states(builder, states)
-    names = {value: name for name, value in builder.parameters.items()}
-    inputs = {name: v for name, v in builder.parameters.items() if v not in states}
-    new_states = {names[value]: new_value for value, new_value in states.items()}
-    with convert_mil(
-        lambda: _mil_program(builder, inputs, named, new_states), builder.backend.compile_options
-    ) as conversion:
-        files = _package_files(conversion)
-    return Executable(
-        files,
-        builder.backend,
-        {name: value.type for name, value in inputs.items()},
-        {name: value.type for name, value in named.items()},
-        {name: builder.parameters[name].type for name in new_states},
-        builder.dimensions,
-    )
-
-
-def _name_outputs(
-    builder: Builder, outputs: Value | Sequence[Value] | Mapping[str, Value]
-) -> dict[str, Value]:
-    if isinstance(outputs, Mapping):
-        named = dict(outputs)
-    elif isinstance(outputs, Value):
-        named = {"output": outputs}
-    else:
-        prefix = "output"
-        while any(name.startswith(f"{prefix}_") for name in builder.parameters):
-            prefix += "s"
-        named = {f"{prefix}_{n}": value for n, value in enumerate(outputs)}
-    if not named:
-        raise GraphError("nothing to compile", expected="at least one output")
-    builder.check_outputs(named)
-    return named
-
-
-def _check_states(builder: Builder, states: Mapping[Value, Value]) -> None:
-    if states and builder.backend.opset < Opset.iOS18:
-        raise GraphError(
-            "Core ML has states since iOS18",
-            got=builder.backend.opset.name,
-            remedy="Pass target='iOS18' to Backend",
-        )
-    for before, after in states.items():
-        if before not in builder.parameters.values():
-            raise GraphError("only parameters can be states", got=repr(before))
-        if before.type != after.type:
-            raise GraphError(
-                "a state is replaced by a value of another type",
-                got=str(after.type),
-                expected=str(before.type),
-            )
-        if before.dtype not in STATE_DTYPES or before.type.is_empty or not before.type.is_static:
-            raise GraphError(
-                "a value of this type cannot be a Core ML state, whose elements are fp16",
-                got=str(before.type),
-                expected="a fixed shape of "
-                + ", ".join(dtype.label for dtype in DType if dtype in STATE_DTYPES),
-            )
-
-
-def _mil_program(
-    builder: Builder,
-    inputs: Mapping[str, Value],
-    outputs: Mapping[str, Value],
-    states: Mapping[str, Value],
-) -> tuple[Any, dict[str, Any]]:
-    """Return the MIL program, and coremltools' types of its inputs if shapes are symbolic."""
-    from coremltools.converters.mil import Builder as MilBuilder
-    from coremltools.converters.mil.mil import Function, Program, types
-
-    ct = coremltools()
-    mb: Any = MilBuilder
-    backend = builder.backend
-    symbols: dict[sympy.Expr, Any] = {}
-    storage_types = {
-        "fp32": types.fp32,
-        "fp16": types.fp16,
-        "int32": types.int32,
-        "bool": types.int32,
-    }
-    nonempty = {name: value for name, value in inputs.items() if not value.type.is_empty}
-    placeholders = {
-        name: mb.placeholder(
-            shape=_placeholder_shape(value, symbols),
-            dtype=storage_types[value.dtype.storage_dtype],
-            name=name,
-        )
-        for name, value in nonempty.items()
-    }
-    for name in states:
-        type = builder.parameters[name].type
-        placeholders[name] = mb.state_tensor_placeholder(
-            shape=storage_shape(type.static_shape) or (1,), dtype=types.fp16
-        )
-    composer = Composer(mb, backend.opset, fused_nodes)
-    with Function(placeholders, opset_version=ct.target(int(backend.opset))) as function:
-        for name, value in inputs.items():
-            composer.bind(value, None)
-            if name in nonempty:
-                composer.bind(value, _from_feature(composer, value, function.inputs[name]))
-        for name in states:
-            value = builder.parameters[name]
-            stored = mb.read_state(input=function.inputs[name])
-            composer.bind(value, _from_state(composer, value, stored))
-        needed_values = [*outputs.values(), *states.values()]
-        composer.compose(composer.order(builder.scope, needed_values))
-        for name, value in states.items():
-            mb.coreml_update_state(state=function.inputs[name], value=_to_state(composer, value))
-        results = [
-            _to_feature(composer, value, name)
-            for name, value in outputs.items()
-            if not value.type.is_empty
-        ]
-        function.set_outputs(results)
-    program = Program()
-    program.add_function("main", function)
-    input_types = [
-        ct.TensorType(
-            name=name,
-            shape=ct.Shape(
-                [_range(ct, builder, size) for size in storage_shape(value.shape) or (1,)]
-            ),
-            dtype=types.nptype_from_builtin(storage_types[value.dtype.storage_dtype]),
-        )
-        for name, value in nonempty.items()
-    ]
-    return program, {"inputs": input_types} if builder.dimensions else {}
-
-
-def _placeholder_shape(value: Value, symbols: dict[sympy.Expr, Any]) -> list[Any]:
-    from coremltools.converters.mil.mil import get_new_symbol
-
-    shape: list[Any] = []
-    for size in storage_shape(value.shape) or (1,):
-        if isinstance(size, sympy.Expr):
-            symbols[size] = symbols.get(size) or get_new_symbol()
-            shape.append(symbols[size])
-        else:
-            shape.append(size)
-    return shape
-
-
-def _range(ct: Any, builder: Builder, size: Dim) -> Any:
-    parts = linear(size)
-    if parts is None:
-        return size
-    symbol, slope, offset = parts
-    dimension = builder.dimensions[symbol.name]
-    least, most = (slope * count + offset for count in (dimension.least, dimension.most))
-    return ct.RangeDim(lower_bound=least, upper_bound=most, default=least)
-
-
-def _from_feature(c: Composer, value: Value, var: Var) -> Var:
-    """Convert an input of the MIL function to the value's storage dtype and rank."""
-    if not value.rank:
-        var = c.mb.squeeze(x=var, axes=[0])
-    return c.mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
-
-
-def _from_state(c: Composer, value: Value, var: Var) -> Var:
-    """Convert the fp16 elements of a state to the value's storage dtype and rank."""
-    if not value.rank:
-        var = c.mb.squeeze(x=var, axes=[0])
-    if value.dtype is DType.BOOL:
-        return c.mb.not_equal(x=var, y=np.float16(0))
-    storage = value.dtype.storage_dtype
-    return var if storage == "fp16" else c.mb.cast(x=var, dtype=storage)
-
-
-def _to_state(c: Composer, value: Value) -> Var:
-    """Convert a value to a state's elements: fp16, of rank 1 or more."""
-    var = c.reshape(c.var(value), value.shape or (1,))
-    return var if value.dtype.storage_dtype == "fp16" else c.mb.cast(x=var, dtype="fp16")
-
-
-def _to_feature(c: Composer, value: Value, name: str) -> Var:
-    """Convert a value to an output of this name: bools become int32, rank 0 becomes 1."""
-    var = c.var(value)
-    if value.dtype is DType.BOOL:
-        var = c.mb.cast(x=var, dtype="int32")
-    if not value.rank:
-        var = c.mb.expand_dims(x=var, axes=[0])
-    # In Core ML, an output is not an input or a constant, and two outputs are two values.
-    return c.mb.identity(x=var, name=name)
-
-
-def _package_files(conversion: Conversion) -> dict[str, Bytes]:
-    prefix = f"{PACKAGE}/"
-    files = model_files(conversion, is_declared=False)
-    return {path.removeprefix(prefix): cast(Bytes, content) for path, content in files.items()}
 
 
 def _wrong_dtype(got: str, expected: DType) -> InputError:

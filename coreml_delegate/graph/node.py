@@ -25,15 +25,18 @@ class OperationRecord:
         name: Name of the builder's method.
         dtypes: Element types that its first operand may have.
         compose: Makes MIL of a node; None for an operation that is made of other operations.
-        moves_data: Whether it only moves elements: bool operands are then stored as int32.
         summary: First line of the method's docstring.
+        moves_data: Whether it only moves elements: bool operands are then stored as int32.
+        is_elementwise: Whether each element of the result depends on the operands' elements at its
+            position only.
     """
 
     name: str
     dtypes: frozenset[DType]
     compose: Compose | None
-    moves_data: bool
     summary: str
+    moves_data: bool = False
+    is_elementwise: bool = False
 
 
 class Scope:
@@ -159,6 +162,19 @@ class Closure:
         _check_types(f"parameters of {self.name!r}", self.parameters, takes)
         if returns is not None:
             _check_types(f"results of {self.name!r}", self.results, returns)
+
+
+def require_elementwise(name: str, closure: Closure) -> None:
+    """Refuse a closure unless all its operations are elementwise.
+
+    Raises:
+        GraphError: Names the closure and the operations.
+    """
+    names = {node.name for node in closure.scope.nodes if not node.record.is_elementwise}
+    if names:
+        raise GraphError(
+            f"{name} is not made of operations on each element only", got=", ".join(sorted(names))
+        )
 
 
 def _check_types(what: str, values: Sequence[Value], expected: Sequence[TensorType]) -> None:

@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, const
 from coreml_delegate.graph.node import Closure, Node, OperationRecord, Value
 from coreml_delegate.graph.patterns import Pattern, logistic_of
 from coreml_delegate.graph.tensor_types import DType
 from coreml_delegate.graph.views import View, is_number, number
+from coreml_delegate.mil.compose import mb
 
 Array: TypeAlias = NDArray[Any]
 
@@ -27,26 +28,26 @@ _SEQUENCE, _HIDDEN, _CELL, _COUNT = "sequence", "hidden", "cell", "count"
 
 
 def _compose(
-    c: Composer, node: Node, x: Var, hidden: Var, cell: Var, *unchanged: Var | None
+    _: Composer, node: Node, x: Var, hidden: Var, cell: Var, *unchanged: Var | None
 ) -> tuple[Var | None, ...]:
     weights = {
-        name: c.const(node[name], DType.FLOAT32) for name in ("weight_ih", "weight_hh", "bias")
+        name: const(node[name], DType.FLOAT32) for name in ("weight_ih", "weight_hh", "bias")
     }
-    steps, last_hidden, last_cell = c.mb.lstm(
+    steps, last_hidden, last_cell = mb.lstm(
         x=x, initial_h=hidden, initial_c=cell, output_sequence=True, **weights
     )
     by_name: dict[str | int, Var | None] = {
         _SEQUENCE: steps,
         _HIDDEN: last_hidden,
         _CELL: last_cell,
-        _COUNT: c.const(np.int32(node["count"])),
+        _COUNT: const(np.int32(node["count"])),
         **dict(enumerate(unchanged)),
     }
     return tuple(by_name[result] for result in node["results"])
 
 
 _RECORD = OperationRecord(
-    "lstm", frozenset({DType.FLOAT32, DType.FLOAT64}), _compose, False, "An LSTM layer."
+    "lstm", frozenset({DType.FLOAT32, DType.FLOAT64}), _compose, "An LSTM layer."
 )
 
 

@@ -1,8 +1,9 @@
-"""Shape arithmetic of windows: dilation, number of windows, padding."""
+"""Sliding windows of reductions and convolutions: sizes, padding, number of windows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import sympy
 
@@ -11,6 +12,74 @@ from coreml_delegate.graph.tensor_types import Dim, simplify
 
 Pairs = tuple[tuple[int, int], ...]
 """Elements before and after, for each axis; negative amounts crop."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindows:
+    """Sliding windows, by axis.
+
+    Attributes:
+        window: Sizes of a window.
+        strides: Steps between windows.
+        padding: Elements before and after the tensor.
+        base_dilation: Distance of neighbours of the tensor.
+        window_dilation: Distance of neighbours of a window.
+    """
+
+    window: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: Pairs
+    base_dilation: tuple[int, ...]
+    window_dilation: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        shape: Sequence[Dim],
+        window: Sequence[int],
+        strides: Sequence[int] | None,
+        padding: str | Sequence[tuple[int, int]] | None,
+        dilations: Mapping[str, Sequence[int] | None],
+    ) -> SlidingWindows:
+        """Return windows with checked numbers.
+
+        Args:
+            name: Name of the operation, for messages.
+            shape: Sizes of the tensor.
+            window: Sizes of a window.
+            strides: Steps; None for 1.
+            padding: Pairs, ``"SAME"``, ``"VALID"`` or None for no padding.
+            dilations: Dilation of the tensor and of a window, by argument; None for 1.
+
+        Raises:
+            GraphError: A wrong number of numbers, a number below 1, an unknown word, or "SAME" with
+                strides for a symbolic size.
+        """
+        steps, base, dilation = (
+            each_axis(f"{name}: {what}", numbers, len(shape))
+            for what, numbers in {"strides": strides, **dilations}.items()
+        )
+        unpadded = cls(tuple(window), steps, ((0, 0),) * len(shape), base, dilation)
+        sizes = unpadded.padded_shape(shape)
+        pads = _padding(name, padding, sizes, unpadded.reach, steps)
+        return cls(tuple(window), steps, pads, base, dilation)
+
+    @property
+    def reach(self) -> list[int]:
+        """Sizes of a dilated window."""
+        pairs = zip(self.window, self.window_dilation, strict=True)
+        return [int(_dilated_size(size, factor)) for size, factor in pairs]
+
+    def padded_shape(self, shape: Sequence[Dim]) -> tuple[Dim, ...]:
+        """Return the sizes of a dilated and padded tensor."""
+        axes = zip(shape, self.base_dilation, self.padding, strict=True)
+        return tuple(simplify(_dilated_size(n, factor) + sum(pair)) for n, factor, pair in axes)
+
+    def counts(self, shape: Sequence[Dim]) -> tuple[Dim, ...]:
+        """Return the number of windows along each axis of a tensor."""
+        axes = zip(self.padded_shape(shape), self.reach, self.strides, strict=True)
+        return tuple(window_count(*axis, (0, 0)) for axis in axes)
 
 
 def each_axis(what: str, numbers: Sequence[int] | None, count: int) -> tuple[int, ...]:
@@ -27,7 +96,7 @@ def each_axis(what: str, numbers: Sequence[int] | None, count: int) -> tuple[int
     return per_axis
 
 
-def dilated_size(size: Dim, factor: int) -> Dim:
+def _dilated_size(size: Dim, factor: int) -> Dim:
     """Return the size of a dilated axis: ``(size - 1) * factor + 1``."""
     return simplify((size - 1) * factor + 1) if size != 0 else 0
 
@@ -40,25 +109,14 @@ def window_count(size: Dim, reach: int, stride: int, pads: tuple[int, int]) -> D
     return simplify((sympy.floor(span / stride) if stride != 1 else span) + 1)
 
 
-def window_padding(
+def _padding(
     name: str,
     padding: str | Sequence[tuple[int, int]] | None,
     sizes: Sequence[Dim],
     reach: Sequence[int],
     strides: Sequence[int],
 ) -> Pairs:
-    """Return elements before and after, for each axis.
-
-    Args:
-        name: Name of the operation, for messages.
-        padding: Pairs, ``"SAME"``, ``"VALID"`` or None for no padding.
-        sizes: Sizes of the axes.
-        reach: Sizes of the dilated window.
-        strides: Steps between windows.
-
-    Raises:
-        GraphError: An unknown word, a wrong number of pairs, or a symbolic size with strides.
-    """
+    """Return elements before and after, for each axis; see ``SlidingWindows.of``."""
     if padding is None or padding == "VALID":
         return ((0, 0),) * len(sizes)
     if padding == "SAME":

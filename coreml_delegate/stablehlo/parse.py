@@ -12,11 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coreml_delegate.errors import (
-    CoreMLDelegateError,
-    LoweringError,
-    UnsupportedOperatorError,
-)
+from coreml_delegate.errors import CoreMLDelegateError, LoweringError, UnsupportedOperatorError
 
 Mlir = Any
 """A value of jaxlib's MLIR bindings, which have no types."""

@@ -33,7 +33,13 @@ from coreml_delegate.stablehlo.attributes import (
 )
 from coreml_delegate.stablehlo.operations import REFUSED, RULES, refusal_reason
 from coreml_delegate.stablehlo.parse import Mlir, decompose
-from coreml_delegate.stablehlo.source_op import Operand, SourceOp, WideConstant, beyond_32_bits
+from coreml_delegate.stablehlo.source_op import (
+    Context,
+    Operand,
+    SourceOp,
+    WideConstant,
+    beyond_32_bits,
+)
 
 _RETURNS = ("func.return", "stablehlo.return")
 _DEEPEST_CALLS = 200
@@ -86,7 +92,7 @@ class Reader:
     def __init__(self, module: Mlir, builder: Builder, *, bfloat16_as_float32: bool) -> None:
         self.builder = builder
         self.narrowed: dict[str, None] = {}
-        self.broadcasts: dict[Value, tuple[Value, tuple[int, ...]]] = {}
+        self._context = Context(builder, self.dtype, self.resource, self.call)
         self._module = module
         self._bfloat16_as_float32 = bfloat16_as_float32
         self._functions = functions_of(module)
@@ -147,10 +153,6 @@ class Reader:
             return self._read_body(function.regions[0], operands, Frame())
         finally:
             self._calls.pop()
-
-    def read_region(self, region: Mlir, arguments: Sequence[Value], outer: Frame) -> Any:
-        """Read a region inline with these arguments, and return its results: a list."""
-        return self._read_body(region, arguments, Frame(outer))
 
     def dtype(self, type: Mlir) -> DType:
         """Return the element type of a tensor type.
@@ -224,7 +226,13 @@ class Reader:
         first = len(self.builder.scope.nodes)
         with self._locating(op):
             rule = RULES.get(op.name)
-            source = SourceOp(op, [frame[operand] for operand in op.operands], self, frame)
+            operands = [frame[operand] for operand in op.operands]
+            source = SourceOp(
+                op,
+                operands,
+                self._context,
+                lambda region, arguments: self._read_body(region, arguments, Frame(frame)),
+            )
             results = self._decompose(op, source) if rule is None else _results(rule(source))
             if len(results) != len(op.results):
                 raise source.refusal(f"it has {len(op.results)} results, not {len(results)}")

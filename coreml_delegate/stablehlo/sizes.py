@@ -12,19 +12,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import sympy
 
 from coreml_delegate.errors import LoweringError, OptionError, near_matches
 from coreml_delegate.graph import Dimension, Value
+from coreml_delegate.graph.sizes import FUNCTIONS
 from coreml_delegate.graph.tensor_types import Dim, simplify
 from coreml_delegate.stablehlo.attributes import is_tensor, python_value, shape_of, tensor_value
 from coreml_delegate.stablehlo.parse import Mlir
-
-if TYPE_CHECKING:
-    from coreml_delegate.stablehlo.source_op import Operand, SourceOp
+from coreml_delegate.stablehlo.source_op import Operand, SourceOp
 
 Sizes = tuple[Dim, ...]
 """Elements of a tensor of rank 0 or 1 whose elements are sizes."""
@@ -50,26 +49,15 @@ def _remainder(x: Dim, y: Dim) -> Dim:
     return simplify(sympy.Mod(x, y))
 
 
-def _greater(x: Dim, y: Dim) -> Dim:
-    return simplify(sympy.Max(x, y))
-
-
-def _smaller(x: Dim, y: Dim) -> Dim:
-    return simplify(sympy.Min(x, y))
-
-
-_BINARY: Mapping[str, Callable[[Any, Any], Dim]] = MappingProxyType(
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "add": lambda x, y: simplify(x + y),
-        "subtract": lambda x, y: simplify(x - y),
-        "multiply": lambda x, y: simplify(x * y),
+        **FUNCTIONS,
         "divide": _divide,
         "remainder": _remainder,
-        "maximum": _greater,
-        "minimum": _smaller,
+        "optimization_barrier": lambda x: x,
+        "reshape": lambda x: x,
     }
 )
-_UNCHANGED = ("convert", "reshape", "optimization_barrier")
 
 
 def call_function(name: str, operands: Sequence[Dim]) -> list[Dim]:
@@ -102,52 +90,29 @@ def compute(name: str, operands: Sequence[Sizes]) -> Sizes | None:
         name: Name of the operation without its dialect.
         operands: Elements of the operands; a single element is broadcast.
     """
-    if name in _UNCHANGED and len(operands) == 1:
-        return operands[0]
     if name == "concatenate":
         return tuple(size for operand in operands for size in operand)
-    if name == "clamp" and len(operands) == 3:
-        low, x, high = operands
-        return _broadcast(_smaller, _broadcast(_greater, low, x), high)
-    if name in _BINARY and len(operands) == 2:
-        return _broadcast(_BINARY[name], *operands)
-    return None
-
-
-def _broadcast(function: Callable[[Any, Any], Dim], x: Sizes, y: Sizes) -> Sizes:
-    count = max(len(x), len(y))
-    xs, ys = (list(elements) * (count if len(elements) == 1 else 1) for elements in (x, y))
-    return tuple(function(a, b) for a, b in zip(xs, ys, strict=True))
+    if name not in _FUNCTIONS:
+        return None
+    count = max(map(len, operands))
+    repeated = [operand * count if len(operand) == 1 else operand for operand in operands]
+    function = _FUNCTIONS[name]
+    return tuple(simplify(function(*sizes)) for sizes in zip(*repeated, strict=True))
 
 
 def note_sizes(source: SourceOp, results: Sequence[Operand]) -> None:
-    """Set the elements of a result if its operation is arithmetic of sizes."""
-    if len(results) != 1 or not isinstance(results[0], Value) or results[0].elements is not None:
+    """Set the elements of a quotient or remainder of sizes.
+
+    The builder knows them only if the sign of each size is known; in programs of JAX, no size that
+    is divided is negative.
+    """
+    name = source.name.removeprefix(_PREFIX)
+    if name not in ("divide", "remainder"):
         return
     (result,) = results
-    if not isinstance(result, Value) or not result.dtype.is_integer or result.rank > 1:
-        return
-    count = result.shape[0] if result.rank else 1
-    if not isinstance(count, int) or count > _MOST_SIZES:
-        return
-    operands = [
-        o.elements for o in source.operands if isinstance(o, Value) and o.elements is not None
-    ]
-    if not operands or len(operands) != len(source.operands):
-        return
-    name = source.name.removeprefix(_PREFIX)
-    elements = _slice(source, operands[0]) if name == "slice" else compute(name, operands)
-    if name == "broadcast_in_dim" and len(operands[0]) == 1:
-        elements = operands[0] * count
-    if elements is not None and len(elements) == count:
-        result.elements = elements
-
-
-def _slice(source: SourceOp, elements: Sizes) -> Sizes:
-    starts, limits, strides = (
-        source.integers(name) or (0,) for name in ("start_indices", "limit_indices", "strides")
-    )
-    return elements[starts[0] : limits[0] : strides[0]]
+    operands = [o.elements for o in source.operands if isinstance(o, Value) and o.elements]
+    if isinstance(result, Value) and result.elements is None and len(operands) == 2:
+        result.elements = compute(name, operands)
 
 
 # Assertions of main about its sizes

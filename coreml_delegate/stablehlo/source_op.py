@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,6 @@ from coreml_delegate.graph import Builder, Value
 from coreml_delegate.graph.tensor_types import DType
 from coreml_delegate.stablehlo.attributes import is_tensor, python_value, shape_of
 from coreml_delegate.stablehlo.parse import Mlir
-
-if TYPE_CHECKING:
-    from coreml_delegate.stablehlo.reader import Frame, Reader
 
 _REQUIRED = object()
 _NARROW = np.iinfo(np.int32)
@@ -75,6 +72,25 @@ Rule = Callable[["SourceOp"], Operand | Sequence[Operand] | None]
 """Reads one operation; returns its result, a list of results, or None if it has no results."""
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The program around an operation, which all operations of the program share.
+
+    Attributes:
+        builder: Makes the graph.
+        dtype: Returns the element type of a tensor type; see ``Reader.dtype``.
+        resource: Returns the content of a resource of the module; see ``Reader.resource``.
+        call: Reads a function of the module inline, and returns its results; see ``Reader.call``.
+        broadcasts: The tensor and the dimensions of each value that is a broadcast.
+    """
+
+    builder: Builder
+    dtype: Callable[[Mlir], DType]
+    resource: Callable[[str], bytes]
+    call: Callable[[str, Sequence[Operand]], list[Operand]]
+    broadcasts: dict[Value, tuple[Value, tuple[int, ...]]] = field(default_factory=dict)
+
+
 class SourceOp:
     """An operation of the source.
 
@@ -82,16 +98,33 @@ class SourceOp:
         name: Full name, such as ``stablehlo.add``.
         builder: Makes the graph.
         operands: The graph's counterparts of the operands.
-        reader: Reads the program.
+        context: The program around it.
+
+    Args:
+        op: The operation.
+        operands: See above.
+        context: See above.
+        read_region: Reads one of its regions inline with arguments, and returns its results.
     """
 
-    def __init__(self, op: Mlir, operands: Sequence[Operand], reader: Reader, frame: Frame) -> None:
+    def __init__(
+        self,
+        op: Mlir,
+        operands: Sequence[Operand],
+        context: Context,
+        read_region: Callable[[Mlir, Sequence[Value]], list[Operand]],
+    ) -> None:
         self.name: str = op.name
-        self.builder: Builder = reader.builder
+        self.builder = context.builder
         self.operands = list(operands)
-        self.reader = reader
+        self.context = context
         self._op = op
-        self._frame = frame
+        self._read_region = read_region
+
+    def build(self, method: str, *arguments: Any, **keywords: Any) -> list[Operand]:
+        """Call an operation of the builder by its name, and return its results."""
+        returned = getattr(self.builder, method)(*arguments, **keywords)
+        return [returned] if isinstance(returned, Value) else list(returned)
 
     # Operands and results
 
@@ -140,7 +173,7 @@ class SourceOp:
 
     def dtype(self, index: int = 0) -> DType:
         """Return the element type of a result."""
-        return self.reader.dtype(self._op.results[index].type)
+        return self.context.dtype(self._op.results[index].type)
 
     def spelled_dtype(self, index: int = 0) -> str:
         """Return MLIR's name of a result's element type."""
@@ -193,35 +226,41 @@ class SourceOp:
         """Return an attribute as MLIR's value."""
         return self._op.attributes[name]
 
-    def integers(self, name: str) -> tuple[int, ...] | None:
-        """Return an attribute of integers, in an array or a tensor, or None."""
-        numbers = self.attribute(name, None)
-        return None if numbers is None else tuple(int(n) for n in numbers)
+    def argument(self, name: str) -> Any:
+        """Return an attribute as an argument of the builder: lists as tuples of ints, or None."""
+        value = self.attribute(name, None)
+        return tuple(int(n) for n in value) if isinstance(value, list | np.ndarray) else value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return an attribute of integers, in an array or a tensor; empty without the attribute."""
+        return self.argument(name) or ()
 
     def pairs(self, name: str) -> list[tuple[int, int]] | None:
         """Return an attribute of pairs of integers, such as padding, or None."""
         numbers = self.attribute(name, None)
         return None if numbers is None else [(int(low), int(high)) for low, high in numbers]
 
-    # Regions
-
     @property
-    def region_count(self) -> int:
-        """Number of regions."""
-        return len(self._op.regions)
-
-    def region(self, index: int = 0) -> Callable[..., Any]:
-        """Return a region as a Python function: it takes values, and returns a list of results."""
-        region = self._op.regions[index]
-
-        def function(*arguments: Value) -> Any:
-            return self.reader.read_region(region, arguments, self._frame)
-
-        return function
+    def regions(self) -> list[Callable[..., Any]]:
+        """The regions as Python functions that take values, and return a list of results."""
+        return [
+            lambda *arguments, region=region: self._read_region(region, arguments)
+            for region in self._op.regions
+        ]
 
     def refusal(self, reason: str, remedy: str | None = None) -> UnsupportedOperatorError:
         """Return the error for an operation that cannot be expressed, with the reason."""
         return UnsupportedOperatorError(f"{self.name} cannot be expressed: {reason}", remedy=remedy)
+
+
+def calling(method: str, *attributes: str) -> Rule:
+    """Return a rule that calls an operation of the builder with the operands, then attributes."""
+
+    def rule(source: SourceOp) -> list[Operand]:
+        arguments = [source.argument(name) for name in attributes]
+        return source.build(method, *source.values, *arguments)
+
+    return rule
 
 
 def beyond_32_bits(what: str, constant: WideConstant) -> UnsupportedOperatorError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,9 @@ import numpy as np
 import sympy
 
 from coreml_delegate.errors import GraphError, UnsupportedOperatorError
-from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
-from coreml_delegate.graph.node import Value
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, const
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, product, simplify
-
-_MOST_KNOWN = 16
+from coreml_delegate.mil.compose import mb
 
 
 def sizes_of(name: str, sizes: Sequence[Any], least: int = 0) -> tuple[Dim, ...]:
@@ -52,30 +50,6 @@ def require_rank(name: str, what: str, entries: Sequence[Any], rank: int) -> Non
             got=str(len(entries)),
             expected=f"{rank}, one per dimension",
         )
-
-
-def known_elements(
-    function: Callable[..., Any], *values: Value, dtype: DType | None = None
-) -> tuple[Dim, ...] | None:
-    """Return the elements of an integer result of at most 16, which may be a shape, or None.
-
-    Args:
-        function: Takes an object array for each value; returns the array of the result.
-        values: Operands.
-        dtype: Element type of the result; None for the first operand's.
-    """
-    element = dtype or values[0].dtype
-    if not element.is_integer:
-        return None
-    arrays: list[Any] = []
-    for value in values:
-        if value.elements is None or not value.type.is_static:
-            return None
-        array = np.empty(len(value.elements), object)
-        array[:] = value.elements
-        arrays.append(array.reshape(value.type.static_shape))
-    result = np.asarray(function(*arrays), object)
-    return tuple(result.reshape(-1)) if result.size <= _MOST_KNOWN else None
 
 
 @dataclass(frozen=True)
@@ -151,7 +125,7 @@ def permute(c: Composer, x: Var, shape: Sequence[Dim], order: Sequence[int]) -> 
     if long_axes == sorted(long_axes) and all(isinstance(size, int) for size in shape):
         return c.reshape(x, new_shape)
     if len(order) <= MOST_AXES:
-        return c.mb.transpose(x=x, perm=list(order))
+        return mb.transpose(x=x, perm=list(order))
     # Dimensions that stay neighbours become one.
     runs: list[list[int]] = []
     for axis in long_axes:
@@ -169,7 +143,7 @@ def permute(c: Composer, x: Var, shape: Sequence[Dim], order: Sequence[int]) -> 
 
 def _permute_runs(c: Composer, x: Var, sizes: Sequence[Dim], order: Sequence[int]) -> Var:
     if len(order) <= MOST_AXES:
-        return c.mb.transpose(x=c.reshape(x, sizes), perm=list(order))
+        return mb.transpose(x=c.reshape(x, sizes), perm=list(order))
     current = list(range(len(order)))
     for target, axis in enumerate(order):
         position = current.index(axis)
@@ -177,16 +151,15 @@ def _permute_runs(c: Composer, x: Var, sizes: Sequence[Dim], order: Sequence[int
             continue
         parts = [current[:target], current[target:position], [axis], current[position + 1 :]]
         x = c.reshape(x, [product([sizes[n] for n in part]) for part in parts])
-        x = c.mb.transpose(x=x, perm=[0, 2, 1, 3])
+        x = mb.transpose(x=x, perm=[0, 2, 1, 3])
         current = [n for part in (parts[0], parts[2], parts[1], parts[3]) for n in part]
     return x
 
 
-def arrange(c: Composer, x: Var, have: Sequence[Hashable], want: Sequence[Hashable]) -> Var:
+def arrange(x: Var, have: Sequence[Hashable], want: Sequence[Hashable]) -> Var:
     """Return a tensor with its labelled axes in another order.
 
     Args:
-        c: Composer.
         x: Tensor.
         have: Labels of the axes of ``x``.
         want: Labels of the result's axes. Axes of ``x`` without a label in ``want`` have size 1
@@ -194,42 +167,42 @@ def arrange(c: Composer, x: Var, have: Sequence[Hashable], want: Sequence[Hashab
     """
     dropped = [axis for axis, label in enumerate(have) if label not in want]
     if dropped:
-        x = c.mb.squeeze(x=x, axes=dropped)
+        x = mb.squeeze(x=x, axes=dropped)
     shared = [label for label in have if label in want]
     order = [shared.index(label) for label in want if label in shared]
     if order != sorted(order):
-        x = c.mb.transpose(x=x, perm=order)
+        x = mb.transpose(x=x, perm=order)
     added = [axis for axis, label in enumerate(want) if label not in shared]
-    return c.mb.expand_dims(x=x, axes=added) if added else x
+    return mb.expand_dims(x=x, axes=added) if added else x
 
 
-def join(c: Composer, parts: Sequence[Var | int]) -> Var:
+def join(parts: Sequence[Var | int]) -> Var:
     """Concatenate sizes or indices of rank 0 to an int32 vector."""
     vectors = [
-        c.const(np.array([part], np.int32))
+        const(np.array([part], np.int32))
         if isinstance(part, int)
-        else c.mb.expand_dims(x=part, axes=[0])
+        else mb.expand_dims(x=part, axes=[0])
         for part in parts
     ]
-    return vectors[0] if len(vectors) == 1 else c.mb.concat(values=vectors, axis=0)
+    return vectors[0] if len(vectors) == 1 else mb.concat(values=vectors, axis=0)
 
 
 def counting(c: Composer, size: Dim) -> Var:
     """Return the int32 vector 0, 1, ..., size - 1; the size may be symbolic."""
     if isinstance(size, int):
-        return c.const(np.arange(size, dtype=np.int32))
-    return c.mb.range_1d(start=np.int32(0), end=c.size(size), step=np.int32(1))
+        return const(np.arange(size, dtype=np.int32))
+    return mb.range_1d(start=np.int32(0), end=c.size(size), step=np.int32(1))
 
 
-def as_index(c: Composer, x: Var, dtype: DType) -> Var:
+def as_index(x: Var, dtype: DType) -> Var:
     """Convert indices to int32; uint32 indices from 2**31 on become 2**31 - 1."""
     if dtype is not DType.UINT32:
         return x
-    return c.mb.select(cond=c.mb.less(x=x, y=np.int32(0)), a=np.int32(2**31 - 1), b=x)
+    return mb.select(cond=mb.less(x=x, y=np.int32(0)), a=np.int32(2**31 - 1), b=x)
 
 
 def clamp_index(c: Composer, x: Var, limits: Sequence[Dim]) -> Var:
     """Clamp index vectors, along the last axis, to 0 ... limits."""
-    x = c.mb.maximum(x=x, y=np.int32(0))
+    x = mb.maximum(x=x, y=np.int32(0))
     bounds = c.shape(limits)
-    return c.mb.minimum(x=x, y=np.array(bounds, np.int32) if isinstance(bounds, list) else bounds)
+    return mb.minimum(x=x, y=np.array(bounds, np.int32) if isinstance(bounds, list) else bounds)

@@ -11,17 +11,13 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var, from_storage
-from coreml_delegate.graph.emitter import (
-    Emitter,
-    broadcast_shapes,
-    operation,
-    require_same_dtype,
-)
+from coreml_delegate.graph.compose import Composer, Var, const, from_storage, wrap
+from coreml_delegate.graph.emitter import Emitter, elementwise, operation
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations import float_bits, shifts, threefry
 from coreml_delegate.graph.operations.byte_tables import combine, counts, lengths
 from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, INTEGERS, Dim, DType, TensorType
+from coreml_delegate.mil.compose import mb
 
 _RANDOM = (DType.UINT8, DType.UINT16, DType.UINT32)
 
@@ -31,7 +27,7 @@ def _logic(function: np.ufunc, of_bools: str) -> Callable[..., Var]:
 
     def compose(c: Composer, node: Node, x: Var, y: Var) -> Var:
         if node.type.dtype is DType.BOOL:
-            return getattr(c.mb, of_bools)(x=x, y=y)
+            return getattr(mb, of_bools)(x=x, y=y)
         return combine(c, function, node.type, x, y)
 
     return compose
@@ -42,48 +38,48 @@ _compose_any_or = _logic(np.bitwise_or, "logical_or")
 
 def _compose_or(c: Composer, node: Node, x: Var, y: Var) -> Var:
     if shifts.are_disjoint(c, *node.operands):
-        return c.wrap(c.mb.add(x=x, y=y), node.type.dtype)
+        return wrap(mb.add(x=x, y=y), node.type.dtype)
     return _compose_any_or(c, node, x, y)
 
 
-def _compose_not(c: Composer, node: Node, x: Var) -> Var:
+def _compose_not(_: Composer, node: Node, x: Var) -> Var:
     dtype = node.type.dtype
     if dtype is DType.BOOL:
-        return c.mb.logical_not(x=x)
+        return mb.logical_not(x=x)
     all_bits = (1 << dtype.bits) - 1 if dtype.is_unsigned and dtype.wraps else -1
-    return c.mb.sub(x=np.int32(all_bits), y=x)
+    return mb.sub(x=np.int32(all_bits), y=x)
 
 
-def _compose_popcnt(c: Composer, node: Node, x: Var) -> Var:
+def _compose_popcnt(_: Composer, node: Node, x: Var) -> Var:
     dtype = node.type.dtype
-    count = counts(c, x, dtype)
+    count = counts(x, dtype)
     if dtype.bits < 64:
         return count
     # The upper 32 bits repeat the sign bit.
-    is_negative = c.mb.cast(x=c.mb.less(x=x, y=np.int32(0)), dtype="int32")
-    return c.mb.add(x=count, y=c.mb.mul(x=is_negative, y=np.int32(32)))
+    is_negative = mb.cast(x=mb.less(x=x, y=np.int32(0)), dtype="int32")
+    return mb.add(x=count, y=mb.mul(x=is_negative, y=np.int32(32)))
 
 
-def _compose_count_leading_zeros(c: Composer, node: Node, x: Var) -> Var:
+def _compose_count_leading_zeros(_: Composer, node: Node, x: Var) -> Var:
     dtype = node.type.dtype
-    count = c.mb.sub(x=np.int32(dtype.bits), y=lengths(c, x, dtype))
+    count = mb.sub(x=np.int32(dtype.bits), y=lengths(x, dtype))
     if dtype.bits < 64:
         return count
-    is_negative = c.mb.less(x=x, y=np.int32(0))
-    return c.mb.select(cond=is_negative, a=np.int32(0), b=count)
+    is_negative = mb.less(x=x, y=np.int32(0))
+    return mb.select(cond=is_negative, a=np.int32(0), b=count)
 
 
-def _compose_bitcast_convert(c: Composer, node: Node, x: Var) -> Var:
+def _compose_bitcast_convert(_: Composer, node: Node, x: Var) -> Var:
     source, target = node.types[0].dtype, node.type.dtype
     if source is target:
         return x
     if x.val is not None and source.bits < 64:
-        return c.const(from_storage(np.asarray(x.val), source).view(target.numpy), target)
+        return const(from_storage(np.asarray(x.val), source).view(target.numpy), target)
     if source.is_float:
-        return float_bits.from_float(c, x, source, target)
+        return float_bits.from_float(x, source, target)
     if target.is_float:
-        return float_bits.to_float(c, x, source, target)
-    return c.wrap(x, target)
+        return float_bits.to_float(x, source, target)
+    return wrap(x, target)
 
 
 def _compose_rng_bit_generator(c: Composer, node: Node, state: Var) -> tuple[Var, Var]:
@@ -93,52 +89,52 @@ def _compose_rng_bit_generator(c: Composer, node: Node, state: Var) -> tuple[Var
 class Bits(Emitter):
     """Bitwise logic, shifts and counts of bits; shapes as for ``Elementwise``."""
 
-    @operation(INTEGERS | BOOLEANS, _logic(np.bitwise_and, "logical_and"))
+    @elementwise(INTEGERS | BOOLEANS, _logic(np.bitwise_and, "logical_and"))
     def and_(self, x: Value, y: Value) -> Value:
         """Return the bitwise and; of bools, whether both are true."""
-        return self._bitwise("and", x, y)
+        return self.emit_elementwise("and", x, y)
 
-    @operation(INTEGERS | BOOLEANS, _compose_or)
+    @elementwise(INTEGERS | BOOLEANS, _compose_or)
     def or_(self, x: Value, y: Value) -> Value:
         """Return the bitwise or; of bools, whether one is true."""
-        return self._bitwise("or", x, y)
+        return self.emit_elementwise("or", x, y)
 
-    @operation(INTEGERS | BOOLEANS, _logic(np.bitwise_xor, "logical_xor"))
+    @elementwise(INTEGERS | BOOLEANS, _logic(np.bitwise_xor, "logical_xor"))
     def xor(self, x: Value, y: Value) -> Value:
         """Return the bitwise exclusive or; of bools, whether they differ."""
-        return self._bitwise("xor", x, y)
+        return self.emit_elementwise("xor", x, y)
 
-    @operation(INTEGERS | BOOLEANS, _compose_not)
+    @elementwise(INTEGERS | BOOLEANS, _compose_not)
     def not_(self, x: Value) -> Value:
         """Return the bitwise complement; of bools, whether ``x`` is false."""
-        return self._bitwise("not", x)
+        return self.emit_elementwise("not", x)
 
-    @operation(INTEGERS, shifts.left)
+    @elementwise(INTEGERS, shifts.left)
     def shift_left(self, x: Value, y: Value) -> Value:
         """Return ``x << y``; 0 if ``y`` is negative, or at least the number of bits."""
-        return self._bitwise("shift_left", x, y)
+        return self.emit_elementwise("shift_left", x, y)
 
-    @operation(INTEGERS, shifts.right_logical)
+    @elementwise(INTEGERS, shifts.right_logical)
     def shift_right_logical(self, x: Value, y: Value) -> Value:
         """Return ``x >> y``, zeros from above; 0 if ``y`` is negative, or at least the width."""
-        return self._bitwise("shift_right_logical", x, y)
+        return self.emit_elementwise("shift_right_logical", x, y)
 
-    @operation(INTEGERS, shifts.right_arithmetic)
+    @elementwise(INTEGERS, shifts.right_arithmetic)
     def shift_right_arithmetic(self, x: Value, y: Value) -> Value:
         """Return ``x >> y`` with the highest bit repeated."""
-        return self._bitwise("shift_right_arithmetic", x, y)
+        return self.emit_elementwise("shift_right_arithmetic", x, y)
 
-    @operation(INTEGERS, _compose_popcnt)
+    @elementwise(INTEGERS, _compose_popcnt)
     def popcnt(self, x: Value) -> Value:
         """Return the number of set bits."""
-        return self._bitwise("popcnt", x)
+        return self.emit_elementwise("popcnt", x)
 
-    @operation(INTEGERS, _compose_count_leading_zeros)
+    @elementwise(INTEGERS, _compose_count_leading_zeros)
     def count_leading_zeros(self, x: Value) -> Value:
         """Return the number of bits above the highest set bit."""
-        return self._bitwise("count_leading_zeros", x)
+        return self.emit_elementwise("count_leading_zeros", x)
 
-    @operation(ALL, _compose_bitcast_convert)
+    @elementwise(ALL, _compose_bitcast_convert)
     def bitcast_convert(self, x: Value, dtype: Any) -> Value:
         """Reinterpret the bits as another element type of the same width.
 
@@ -184,11 +180,6 @@ class Bits(Emitter):
         bits = TensorType(element, ()).with_shape(shape)
         bits.static_shape  # noqa: B018 - refuses symbolic sizes
         return self.emit("rng_bit_generator", (state,), (state.type, bits))
-
-    def _bitwise(self, name: str, *operands: Value) -> Value:
-        require_same_dtype(name, *operands)
-        shape = broadcast_shapes(name, *(operand.type for operand in operands))
-        return self.emit(name, operands, TensorType(operands[0].dtype, shape))
 
 
 def _check_bitcast(source: DType, target: DType) -> None:

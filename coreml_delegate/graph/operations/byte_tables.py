@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, const, wrap
 from coreml_delegate.graph.operations.integers import uniform
 from coreml_delegate.graph.tensor_types import DType, TensorType
+from coreml_delegate.mil.compose import mb
 
 _BYTES = np.arange(256, dtype=np.int64)
 _COUNTS = np.array([int(byte).bit_count() for byte in _BYTES], np.int32)
@@ -23,11 +24,11 @@ def byte_count(dtype: DType) -> int:
     return min(dtype.bits, 32) // 8
 
 
-def byte(c: Composer, x: Var, number: int) -> Var:
+def byte(x: Var, number: int) -> Var:
     """Return byte ``floor(x / 256**number) mod 256`` of int32 values."""
     if number:
-        x = c.mb.floor_div(x=x, y=np.int32(1 << (8 * number)))
-    return c.mb.mod(x=x, y=np.int32(256))
+        x = mb.floor_div(x=x, y=np.int32(1 << (8 * number)))
+    return mb.mod(x=x, y=np.int32(256))
 
 
 def combine(c: Composer, function: np.ufunc, type: TensorType, x: Var, y: Var) -> Var:
@@ -35,37 +36,37 @@ def combine(c: Composer, function: np.ufunc, type: TensorType, x: Var, y: Var) -
     for value, other in ((x, y), (y, x)):
         constant = uniform(other, like=value)
         if constant is not None and value.rank == type.rank:
-            return combine_constant(c, function, type.dtype, value, constant)
+            return combine_constant(function, type.dtype, value, constant)
     if type.rank >= _HIGHEST_RANK:
-        x, y = (c.mb.reshape(x=c.broadcast(var, type.shape), shape=[-1]) for var in (x, y))
-    result = combine_words(c, function, x, y, byte_count(type.dtype))
-    result = c.wrap(result, type.dtype)
+        x, y = (mb.reshape(x=c.broadcast(var, type.shape), shape=[-1]) for var in (x, y))
+    result = combine_words(function, x, y, byte_count(type.dtype))
+    result = wrap(result, type.dtype)
     return c.reshape(result, type.shape) if type.rank >= _HIGHEST_RANK else result
 
 
-def combine_words(c: Composer, function: np.ufunc, x: Var, y: Var, count: int = 4) -> Var:
+def combine_words(function: np.ufunc, x: Var, y: Var, count: int = 4) -> Var:
     """Apply a NumPy bitwise function to the lowest bytes of int32 values, which broadcast.
 
     The result is the sum over bytes n of ``table[256 * x_n + y_n] * 256**n``.
     """
     pairs = function(_BYTES[:, None], _BYTES).reshape(-1).astype(np.int32)
-    table = c.mb.const(val=pairs)
+    table = mb.const(val=pairs)
     if count == 1:
-        return c.mb.gather(x=table, indices=_pair(c, byte(c, x, 0), byte(c, y, 0)), axis=0)
+        return mb.gather(x=table, indices=_pair(byte(x, 0), byte(y, 0)), axis=0)
     rank = max(x.rank, y.rank)
     weights = (1 << (8 * np.arange(count, dtype=np.int64))).astype(np.int32)
     # A new first axis has the bytes.
     weights = weights.reshape(count, *(1,) * rank)
-    planes = [c.mb.mod(x=c.mb.floor_div(x=var, y=weights), y=np.int32(256)) for var in (x, y)]
-    entries = c.mb.gather(x=table, indices=_pair(c, *planes), axis=0)
-    parts = c.mb.split(x=c.mb.mul(x=entries, y=weights), num_splits=count, axis=0)
+    planes = [mb.mod(x=mb.floor_div(x=var, y=weights), y=np.int32(256)) for var in (x, y)]
+    entries = mb.gather(x=table, indices=_pair(*planes), axis=0)
+    parts = mb.split(x=mb.mul(x=entries, y=weights), num_splits=count, axis=0)
     result = parts[0]
     for part in parts[1:]:
-        result = c.mb.add(x=result, y=part)
-    return c.mb.squeeze(x=result, axes=[0])
+        result = mb.add(x=result, y=part)
+    return mb.squeeze(x=result, axes=[0])
 
 
-def combine_constant(c: Composer, function: np.ufunc, dtype: DType, x: Var, constant: int) -> Var:
+def combine_constant(function: np.ufunc, dtype: DType, x: Var, constant: int) -> Var:
     """Apply a NumPy bitwise function f to integers x and a constant k.
 
     The result is ``x`` plus the sum over bytes n of ``(f(x_n, k_n) - x_n) * 256**n``.
@@ -74,38 +75,38 @@ def combine_constant(c: Composer, function: np.ufunc, dtype: DType, x: Var, cons
     mask = constant & ((1 << (8 * count)) - 1)
     if function is np.bitwise_and and mask.bit_count() == mask.bit_length() < 8 * count - 1:
         # The low bits: the remainder of a division by a power of two.
-        return c.mb.mod(x=x, y=np.int32(mask + 1))
+        return mb.mod(x=x, y=np.int32(mask + 1))
     result = x
     for number in range(count):
         change = function(_BYTES, (mask >> (8 * number)) & 255) - _BYTES
         if change.any():
             scaled = _as_int32(change << (8 * number))
-            difference = c.mb.gather(x=c.const(scaled), indices=byte(c, x, number), axis=0)
-            result = c.mb.add(x=result, y=difference)
-    return c.wrap(result, dtype)
+            difference = mb.gather(x=const(scaled), indices=byte(x, number), axis=0)
+            result = mb.add(x=result, y=difference)
+    return wrap(result, dtype)
 
 
-def counts(c: Composer, x: Var, dtype: DType) -> Var:
+def counts(x: Var, dtype: DType) -> Var:
     """Return the number of set bits among the lowest 32."""
     result = None
     for number in range(byte_count(dtype)):
-        byte_counts = c.mb.gather(x=c.const(_COUNTS), indices=byte(c, x, number), axis=0)
-        result = byte_counts if result is None else c.mb.add(x=result, y=byte_counts)
+        byte_counts = mb.gather(x=const(_COUNTS), indices=byte(x, number), axis=0)
+        result = byte_counts if result is None else mb.add(x=result, y=byte_counts)
     return result
 
 
-def lengths(c: Composer, x: Var, dtype: DType) -> Var:
+def lengths(x: Var, dtype: DType) -> Var:
     """Return the bit length: the position of the highest set bit among the lowest 32, from 1 on."""
     result = None
     for number in range(byte_count(dtype)):
         table = np.where(_BYTES > 0, _LENGTHS + 8 * number, 0).astype(np.int32)
-        byte_lengths = c.mb.gather(x=c.const(table), indices=byte(c, x, number), axis=0)
-        result = byte_lengths if result is None else c.mb.maximum(x=result, y=byte_lengths)
+        byte_lengths = mb.gather(x=const(table), indices=byte(x, number), axis=0)
+        result = byte_lengths if result is None else mb.maximum(x=result, y=byte_lengths)
     return result
 
 
-def _pair(c: Composer, x: Var, y: Var) -> Var:
-    return c.mb.add(x=c.mb.mul(x=x, y=np.int32(256)), y=y)
+def _pair(x: Var, y: Var) -> Var:
+    return mb.add(x=mb.mul(x=x, y=np.int32(256)), y=y)
 
 
 def _as_int32(array: NDArray[Any]) -> NDArray[np.int32]:

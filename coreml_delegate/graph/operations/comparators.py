@@ -16,75 +16,6 @@ _FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "N
 # A stable sort keeps the order of equal elements, so that LE and GE are LT and GT.
 _ASCENDING = {"LT": True, "LE": True, "GT": False, "GE": False}
 
-_ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "and",
-        "argument",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "bitcast_convert",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "compare",
-        "constant",
-        "convert",
-        "cos",
-        "cosh",
-        "cosine",
-        "count_leading_zeros",
-        "digamma",
-        "divide",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exponential",
-        "exponential_minus_one",
-        "floor",
-        "identity",
-        "is_finite",
-        "is_inf",
-        "is_nan",
-        "lgamma",
-        "log",
-        "log_plus_one",
-        "logistic",
-        "maximum",
-        "minimum",
-        "multiply",
-        "negate",
-        "not",
-        "or",
-        "popcnt",
-        "power",
-        "reduce_precision",
-        "remainder",
-        "round_nearest_afz",
-        "round_nearest_even",
-        "rsqrt",
-        "select",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sine",
-        "sinh",
-        "sqrt",
-        "square",
-        "subtract",
-        "tan",
-        "tanh",
-        "xor",
-    ]
-)
-
 
 @dataclass(frozen=True, slots=True)
 class SortKey:
@@ -105,11 +36,6 @@ class SortKey:
 class _Argument:
     index: int
     merges_zeros: bool
-
-
-def is_elementwise(closure: Closure) -> bool:
-    """Whether a closure has only elementwise operations."""
-    return all(node.name in _ELEMENTWISE for node in closure.scope.nodes)
 
 
 def sort_keys(closure: Closure) -> tuple[SortKey, ...] | None:

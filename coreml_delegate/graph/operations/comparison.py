@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var
-from coreml_delegate.graph.emitter import (
-    Emitter,
-    broadcast_shapes,
-    operation,
-    require_same_dtype,
-)
+from coreml_delegate.graph.compose import Composer, Var, ordered
+from coreml_delegate.graph.emitter import Emitter, elementwise, operation
 from coreml_delegate.graph.node import Node, Value
-from coreml_delegate.graph.tensor_types import ALL, DType, TensorType
+from coreml_delegate.graph.tensor_types import ALL, DType
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.functions import sign_bit
 
 _OPS = {
@@ -28,12 +24,12 @@ def _compose_compare(c: Composer, node: Node, x: Var, y: Var) -> Var:
     dtype, direction = node.types[0].dtype, node["direction"]
     if node["total_order"]:
         return _compare_in_total_order(c, direction, dtype, x, y)
-    op = getattr(c.mb, _OPS[direction])
+    op = getattr(mb, _OPS[direction])
     if dtype is DType.BOOL:
-        return op(x=c.mb.cast(x=x, dtype="int32"), y=c.mb.cast(x=y, dtype="int32"))
+        return op(x=mb.cast(x=x, dtype="int32"), y=mb.cast(x=y, dtype="int32"))
     if direction in ("EQ", "NE"):
         return op(x=x, y=y)
-    return op(x=c.ordered(x, dtype), y=c.ordered(y, dtype))
+    return op(x=ordered(x, dtype), y=ordered(y, dtype))
 
 
 def _compare_in_total_order(c: Composer, direction: str, dtype: DType, x: Var, y: Var) -> Var:
@@ -42,19 +38,19 @@ def _compare_in_total_order(c: Composer, direction: str, dtype: DType, x: Var, y
         return _compare_in_total_order(c, {"GT": "LT", "LE": "GE"}[direction], dtype, y, x)
     if direction in ("NE", "GE"):
         opposite = {"NE": "EQ", "GE": "LT"}[direction]
-        return c.mb.logical_not(x=_compare_in_total_order(c, opposite, dtype, x, y))
-    x_is_nan, y_is_nan = c.mb.not_equal(x=x, y=x), c.mb.not_equal(x=y, y=y)
+        return mb.logical_not(x=_compare_in_total_order(c, opposite, dtype, x, y))
+    x_is_nan, y_is_nan = mb.not_equal(x=x, y=x), mb.not_equal(x=y, y=y)
     x_sign, y_sign = sign_bit(x), sign_bit(y)
-    is_equal = c.mb.equal(x=x, y=y)
-    signs_differ = c.mb.logical_xor(x=x_sign, y=y_sign)
+    is_equal = mb.equal(x=x, y=y)
+    signs_differ = mb.logical_xor(x=x_sign, y=y_sign)
     if direction == "EQ":
-        equal_with_sign = c.mb.logical_and(x=is_equal, y=c.mb.logical_not(x=signs_differ))
-        return c.mb.logical_or(x=equal_with_sign, y=c.mb.logical_and(x=x_is_nan, y=y_is_nan))
+        equal_with_sign = mb.logical_and(x=is_equal, y=mb.logical_not(x=signs_differ))
+        return mb.logical_or(x=equal_with_sign, y=mb.logical_and(x=x_is_nan, y=y_is_nan))
     # Equal numbers of different signs are zeros.
-    is_zero_pair = c.mb.logical_and(x=is_equal, y=c.mb.logical_and(x=signs_differ, y=x_sign))
-    before_nan = c.mb.logical_and(x=y_is_nan, y=c.mb.logical_not(x=x_is_nan))
-    is_less = c.mb.logical_or(x=c.mb.less(x=x, y=y), y=is_zero_pair)
-    return c.mb.logical_or(x=is_less, y=before_nan)
+    is_zero_pair = mb.logical_and(x=is_equal, y=mb.logical_and(x=signs_differ, y=x_sign))
+    before_nan = mb.logical_and(x=y_is_nan, y=mb.logical_not(x=x_is_nan))
+    is_less = mb.logical_or(x=mb.less(x=x, y=y), y=is_zero_pair)
+    return mb.logical_or(x=is_less, y=before_nan)
 
 
 class Comparison(Emitter):
@@ -64,7 +60,7 @@ class Comparison(Emitter):
     NaN equals itself and is greater than all other floats.
     """
 
-    @operation(ALL, _compose_compare)
+    @elementwise(ALL, _compose_compare)
     def compare(self, x: Value, y: Value, direction: str, total_order: bool = False) -> Value:
         """Return whether a relation holds.
 
@@ -78,14 +74,9 @@ class Comparison(Emitter):
             raise GraphError(
                 "compare: no such direction", got=repr(direction), expected=" | ".join(_OPS)
             )
-        require_same_dtype("compare", x, y)
-        shape = broadcast_shapes("compare", x.type, y.type)
-        return self.emit(
-            "compare",
-            (x, y),
-            TensorType(DType.BOOL, shape),
-            direction=direction,
-            total_order=total_order and x.dtype.is_float,
+        total_order = total_order and x.dtype.is_float
+        return self.emit_elementwise(
+            "compare", x, y, dtype=DType.BOOL, direction=direction, total_order=total_order
         )
 
     @operation(ALL)

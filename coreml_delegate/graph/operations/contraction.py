@@ -7,15 +7,11 @@ from typing import Any
 
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.arrange import reshape, transpose
-from coreml_delegate.graph.compose import Composer, Var
-from coreml_delegate.graph.emitter import (
-    Emitter,
-    normalize_axes,
-    operation,
-    same_size,
-)
+from coreml_delegate.graph.compose import Composer, Var, convert
+from coreml_delegate.graph.emitter import Emitter, normalize_axes, operation, same_size
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, product
+from coreml_delegate.mil.compose import mb
 
 Axes = tuple[int, ...]
 
@@ -101,7 +97,7 @@ def _compose_dot_general(c: Composer, node: Node, x: Var, y: Var) -> Var:
         return c.full(0, result)
     dtypes = [operand.dtype for operand in node.operands]
     accumulator = sum_dtype(dtypes, result.dtype)
-    x, y = (c.convert(var, dtype, accumulator) for var, dtype in zip((x, y), dtypes, strict=True))
+    x, y = (convert(var, dtype, accumulator) for var, dtype in zip((x, y), dtypes, strict=True))
     batching, contracting = node["batching"], node["contracting"]
     left = _Side(x, node.types[0].shape, batching[0], contracting[0])
     right = _Side(y, node.types[1].shape, batching[1], contracting[1])
@@ -114,7 +110,7 @@ def _compose_dot_general(c: Composer, node: Node, x: Var, y: Var) -> Var:
         product, shape = _linear(c, right, left)
     else:
         product, shape = _matmul(c, left, right)
-    return c.convert(reshape(c, product, shape, result.shape), accumulator, result.dtype)
+    return convert(reshape(c, product, shape, result.shape), accumulator, result.dtype)
 
 
 def _order_contraction(left: _Side, right: _Side) -> None:
@@ -148,7 +144,7 @@ def _linear(c: Composer, x: _Side, weight: _Side) -> tuple[Var, list[Dim]]:
     rows, columns = x.sizes(x.free), [product(weight.sizes(weight.free))]
     if len(rows) >= _MOST_AXES:
         rows = [product(rows)]
-    y = c.mb.linear(
+    y = mb.linear(
         x=x.arrange(c, [*x.free, *x.contracting], [*rows, depth]),
         weight=weight.arrange(c, [*weight.free, *weight.contracting], [*columns, depth]),
     )
@@ -166,7 +162,7 @@ def _matmul(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
     if not batch and not turn_left and len(left.free) < _MOST_AXES:
         # matmul broadcasts the matrix along the leading axes.
         rows = left.sizes(left.free) or rows
-    y = c.mb.matmul(
+    y = mb.matmul(
         x=left.arrange(
             c,
             left.order(turn_left, left.free, left.contracting),
@@ -189,7 +185,7 @@ def _outer(c: Composer, left: _Side, right: _Side) -> tuple[Var, list[Dim]]:
     rows, columns = left.sizes(left.free), right.sizes(right.free)
     if len(batch) + len(rows) + len(columns) > _MOST_AXES:
         batch, rows, columns = [product(batch)], [product(rows)], [product(columns)]
-    y = c.mb.mul(
+    y = mb.mul(
         x=left.arrange(c, [*left.batching, *left.free], [*batch, *rows, *[1 for _ in columns]]),
         y=right.arrange(c, [*right.batching, *right.free], [*batch, *[1 for _ in rows], *columns]),
     )

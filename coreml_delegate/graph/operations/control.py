@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, const
 from coreml_delegate.graph.emitter import Emitter, operation
 from coreml_delegate.graph.node import Closure, Node, Scope, Value, needed_nodes
 from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, DType, TensorType
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.patches.coremltools import forget_value
 
 Function = Callable[..., Any] | Closure
@@ -18,9 +19,9 @@ Function = Callable[..., Any] | Closure
 _FLAG = TensorType(DType.BOOL, ())
 
 
-def opaque(c: Composer, var: Var) -> Var:
+def opaque(var: Var) -> Var:
     """Return a copy that coremltools does not fold as a constant while it builds the program."""
-    copy = c.mb.identity(x=var)
+    copy = mb.identity(x=var)
     forget_value(copy)
     return copy
 
@@ -42,16 +43,16 @@ def _compose_while(c: Composer, node: Node, *initial: Var | None) -> tuple[Var |
         return variables
 
     def test(*variables: Var) -> Var:
-        (flag,) = _block_results(c, c.call(condition, all_variables(variables)))
+        (flag,) = _block_results(c.call(condition, all_variables(variables)))
         return flag
 
     def iterate(*variables: Var) -> tuple[Var, ...]:
         results = c.call(body, all_variables(variables))
-        return _block_results(c, [results[n] for n in changing])
+        return _block_results([results[n] for n in changing])
 
     # coremltools would take a variable that starts as a constant for a constant in the body.
-    loop_vars = tuple(opaque(c, initial[n]) for n in changing)
-    final_vars = c.mb.while_loop(_cond=test, _body=iterate, loop_vars=loop_vars)
+    loop_vars = tuple(opaque(initial[n]) for n in changing)
+    final_vars = mb.while_loop(_cond=test, _body=iterate, loop_vars=loop_vars)
     return tuple(all_variables(_several(final_vars)))
 
 
@@ -66,7 +67,7 @@ def _compose_case(
     c: Composer, node: Node, index: Var, *operands: Var | None
 ) -> tuple[Var | None, ...]:
     branches = list(node.closures.values())
-    predicates = [c.mb.equal(x=index, y=c.const(n, DType.INT32)) for n in range(len(branches) - 1)]
+    predicates = [mb.equal(x=index, y=const(n, DType.INT32)) for n in range(len(branches) - 1)]
     return _choose(c, node, predicates, branches, operands)
 
 
@@ -86,9 +87,9 @@ def _choose(
     nonempty = [n for n, result in enumerate(node.results) if not result.type.is_empty]
 
     def nonempty_results(results: Sequence[Var | None]) -> tuple[Var, ...]:
-        return _block_results(c, [results[n] for n in nonempty])
+        return _block_results([results[n] for n in nonempty])
 
-    chosen = c.mb.cond(
+    chosen = mb.cond(
         pred=predicates[0],
         _true_fn=lambda: nonempty_results(c.call(closures[0], operands)),
         _false_fn=lambda: nonempty_results(
@@ -101,7 +102,7 @@ def _choose(
     return tuple(results)
 
 
-def _block_results(c: Composer, vars: Sequence[Var]) -> tuple[Var, ...]:
+def _block_results(vars: Sequence[Var]) -> tuple[Var, ...]:
     """Return results of the current block as distinct values that its ops compute.
 
     coremltools treats a loop variable as loop-invariant if the body returns a value from outside,
@@ -113,7 +114,7 @@ def _block_results(c: Composer, vars: Sequence[Var]) -> tuple[Var, ...]:
     for var in vars:
         is_computed = var.op is not None and var.op.enclosing_block is curr_block()
         is_new = is_computed and var.val is None and all(var is not other for other in results)
-        results.append(var if is_new else opaque(c, var))
+        results.append(var if is_new else opaque(var))
     return tuple(results)
 
 

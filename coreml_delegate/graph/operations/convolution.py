@@ -11,18 +11,13 @@ import numpy as np
 
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.arrange import flip, reshape, spread, transpose
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, const, convert
 from coreml_delegate.graph.emitter import Emitter, operation, same_size
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.contraction import product_dtype, sum_dtype
 from coreml_delegate.graph.tensor_types import NUMBERS, Dim, DType, TensorType
-from coreml_delegate.graph.window_sizes import (
-    Pairs,
-    dilated_size,
-    each_axis,
-    window_count,
-    window_padding,
-)
+from coreml_delegate.graph.window_sizes import SlidingWindows
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.movement import pad
 
 # fp32 holds all integers below 2**24.
@@ -95,16 +90,6 @@ def _bad_layout(layout: Any) -> GraphError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """Strides, padding and dilations for each spatial axis."""
-
-    strides: tuple[int, ...]
-    padding: Pairs
-    input_dilation: tuple[int, ...]
-    kernel_dilation: tuple[int, ...]
-
-
 def _compose_convolution(c: Composer, node: Node, x: Var, kernel: Var) -> Var:
     result = node.type
     if x is None or kernel is None:
@@ -114,14 +99,14 @@ def _compose_convolution(c: Composer, node: Node, x: Var, kernel: Var) -> Var:
     kernel, taps = transpose(c, kernel, node.types[1].shape, layout.kernel)
     taps = tuple(int(size) for size in taps)
     kernel = flip(
-        c, kernel, [axis + 2 for axis, is_reversed in enumerate(node["reversal"]) if is_reversed]
+        kernel, [axis + 2 for axis, is_reversed in enumerate(node["reversal"]) if is_reversed]
     )
     windows, groups = node["windows"], node["feature_groups"]
     if len(sizes) == 2:
         # Without spatial axes it is a matrix product; MIL needs a spatial axis.
         x, kernel = reshape(c, x, sizes, (*sizes, 1)), reshape(c, kernel, taps, (*taps, 1))
         sizes, taps = (*sizes, 1), (*taps, 1)
-        windows = _Windows((1,), ((0, 0),), (1,), (1,))
+        windows = SlidingWindows((1,), (1,), ((0, 0),), (1,), (1,))
     if node["batch_groups"] != 1:
         groups = node["batch_groups"]
         x, sizes = _batches_to_channels(c, x, sizes, groups)
@@ -131,13 +116,13 @@ def _compose_convolution(c: Composer, node: Node, x: Var, kernel: Var) -> Var:
     if accumulator is DType.INT32:
         product = compose.of_integers(c, (x, kernel), dtypes)
     else:
-        x, kernel = (c.convert(v, d, accumulator) for v, d in zip((x, kernel), dtypes, strict=True))
+        x, kernel = (convert(v, d, accumulator) for v, d in zip((x, kernel), dtypes, strict=True))
         product = compose.of_floats(c, x, kernel, accumulator)
     shape = [result.shape[axis] for axis in layout.output]
     if len(sizes) != len(shape):
         product = c.reshape(product, shape)
     product, _ = transpose(c, product, shape, np.argsort(layout.output).tolist())
-    return c.convert(product, accumulator, result.dtype)
+    return convert(product, accumulator, result.dtype)
 
 
 def _batches_to_channels(
@@ -163,7 +148,7 @@ class _Convolution:
     """
 
     def __init__(
-        self, sizes: Sequence[Dim], taps: tuple[int, ...], windows: _Windows, groups: int
+        self, sizes: Sequence[Dim], taps: tuple[int, ...], windows: SlidingWindows, groups: int
     ) -> None:
         self.sizes = tuple(sizes)
         self.taps = taps
@@ -175,22 +160,22 @@ class _Convolution:
         windows = self.windows
         padding = windows.padding
         undilated = (1, 1)
-        zero = c.const(0, dtype)
-        if any(factor != 1 for factor in windows.input_dilation):
+        zero = const(0, dtype)
+        if any(factor != 1 for factor in windows.base_dilation):
             if self._is_transposed(kernel):
-                return self._compose_transposed(c, x, kernel)
-            x = spread(c, x, self.sizes, (*undilated, *windows.input_dilation), zero)
+                return self._compose_transposed(x, kernel)
+            x = spread(c, x, self.sizes, (*undilated, *windows.base_dilation), zero)
         if any(amount < 0 for pair in padding for amount in pair):
             cropped = [(min(low, 0), min(high, 0)) for low, high in padding]
             x = pad(x, [(0, 0), (0, 0), *cropped], zero)
             padding = tuple((max(low, 0), max(high, 0)) for low, high in padding)
-        dilations = windows.kernel_dilation
+        dilations = windows.window_dilation
         if kernel.val is None and any(factor != 1 for factor in dilations):
             # MIL dilates only constant kernels.
             kernel = spread(c, kernel, self.taps, (*undilated, *dilations), zero)
             dilations = (1,) * len(dilations)
         pads = [amount for pair in padding for amount in pair]
-        return c.mb.conv(
+        return mb.conv(
             x=x,
             weight=kernel,
             strides=list(windows.strides),
@@ -213,7 +198,7 @@ class _Convolution:
         if sum(widths) <= sum_bits:
             digit = max(widths)
         x_digits, kernel_digits = (
-            _digits(c, var, width, digit) for var, width in zip(operands, widths, strict=True)
+            _digits(var, width, digit) for var, width in zip(operands, widths, strict=True)
         )
         total = None
         for n, x in enumerate(x_digits):
@@ -221,59 +206,50 @@ class _Convolution:
                 shift = (n + m) * digit
                 if shift >= 32:
                     continue
-                part = c.mb.cast(x=self.of_floats(c, x, kernel), dtype="int32")
+                part = mb.cast(x=self.of_floats(c, x, kernel), dtype="int32")
                 if shift:
-                    part = c.mb.mul(x=part, y=np.array(1 << shift, np.uint32).view(np.int32)[()])
-                total = part if total is None else c.mb.add(x=total, y=part)
+                    part = mb.mul(x=part, y=np.array(1 << shift, np.uint32).view(np.int32)[()])
+                total = part if total is None else mb.add(x=total, y=part)
         return total
 
     def _is_transposed(self, kernel: Var) -> bool:
-        """Whether MIL's transposed convolution computes it: constant kernel, padding <= reach."""
+        """Whether MIL's transposed convolution has this: a constant kernel, padding within it."""
         windows = self.windows
         return (
             kernel.val is not None
             and all(stride == 1 for stride in windows.strides)
             and all(
-                amount <= reach
-                for pair, reach in zip(windows.padding, self._reach, strict=True)
+                amount < reach
+                for pair, reach in zip(windows.padding, windows.reach, strict=True)
                 for amount in pair
             )
         )
 
-    @property
-    def _reach(self) -> list[int]:
-        """Distance from the kernel's first element to its last, along each spatial axis."""
-        return [
-            (size - 1) * factor
-            for size, factor in zip(self.taps[2:], self.windows.kernel_dilation, strict=True)
-        ]
-
-    def _compose_transposed(self, c: Composer, x: Var, kernel: Var) -> Var:
+    def _compose_transposed(self, x: Var, kernel: Var) -> Var:
         out, depth, *taps = self.taps
         grouped = kernel.val.reshape(self.groups, out // self.groups, depth, *taps)
         flipped = np.flip(np.swapaxes(grouped, 1, 2), tuple(range(3, grouped.ndim)))
         weight = flipped.reshape(self.groups * depth, out // self.groups, *taps)
         pads = [
-            reach - amount
-            for pair, reach in zip(self.windows.padding, self._reach, strict=True)
+            reach - 1 - amount
+            for pair, reach in zip(self.windows.padding, self.windows.reach, strict=True)
             for amount in pair
         ]
-        return c.mb.conv_transpose(
+        return mb.conv_transpose(
             x=x,
-            weight=c.const(weight),
+            weight=const(weight),
             pad_type="custom" if any(pads) else "valid",
             pad=pads,
-            strides=list(self.windows.input_dilation),
-            dilations=list(self.windows.kernel_dilation),
+            strides=list(self.windows.base_dilation),
+            dilations=list(self.windows.window_dilation),
             groups=self.groups,
         )
 
 
-def _digits(c: Composer, x: Var, width: int, digit: int) -> list[Var]:
+def _digits(x: Var, width: int, digit: int) -> list[Var]:
     """Return the digits of int32 values as fp32, lowest first; only the highest is signed.
 
     Args:
-        c: The composer.
         x: The values.
         width: Bits of a value.
         digit: Bits of a digit.
@@ -282,9 +258,9 @@ def _digits(c: Composer, x: Var, width: int, digit: int) -> list[Var]:
     for low in range(0, width, digit):
         part = x
         if low + digit < width:
-            part = c.mb.mod(x=x, y=np.int32(1 << digit))
-            x = c.mb.floor_div(x=x, y=np.int32(1 << digit))
-        digits.append(c.mb.cast(x=part, dtype="fp32"))
+            part = mb.mod(x=x, y=np.int32(1 << digit))
+            x = mb.floor_div(x=x, y=np.int32(1 << digit))
+        digits.append(mb.cast(x=part, dtype="fp32"))
     return digits
 
 
@@ -341,17 +317,9 @@ class Convolution(Emitter):
         taps = [taps[axis] for axis in shapes.kernel]
         _check_channels(sizes, taps, feature_groups, batch_groups)
         spatial = len(taps) - 2
-        steps = each_axis("strides", strides, spatial)
-        dilation_in = each_axis("input_dilation", input_dilation, spatial)
-        dilations = each_axis("kernel_dilation", kernel_dilation, spatial)
-        dilated = [
-            dilated_size(n, factor) for n, factor in zip(sizes[2:], dilation_in, strict=True)
-        ]
-        reach = [int(dilated_size(n, f)) for n, f in zip(taps[2:], dilations, strict=True)]
-        pads = window_padding("convolution", padding, dilated, reach, steps)
-        windows = _Windows(steps, pads, dilation_in, dilations)
-        axes = zip(dilated, reach, steps, pads, strict=True)
-        counts = [window_count(*axis) for axis in axes]
+        dilations = {"input_dilation": input_dilation, "kernel_dilation": kernel_dilation}
+        windows = SlidingWindows.of("convolution", sizes[2:], taps[2:], strides, padding, dilations)
+        counts = windows.counts(sizes[2:])
         batch = sizes[0] if batch_groups == 1 else int(sizes[0]) // batch_groups
         dimensions: list[Dim] = [batch, taps[0], *counts]
         shape = [dimensions[shapes.output.index(axis)] for axis in range(x.rank)]

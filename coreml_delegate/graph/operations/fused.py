@@ -9,30 +9,26 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, const
 from coreml_delegate.graph.emitter import (
     Emitter,
+    mil_op,
     normalize_axes,
     normalize_axis,
     operation,
     require_same_dtype,
     same_shape,
     same_size,
+    unary,
 )
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.tensor_types import BOOLEANS, FLOATS, Dim, DType, TensorType
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm
 from coreml_delegate.targets import Opset
 
 _GELU = {"none": "EXACT", "tanh": "TANH_APPROXIMATION"}
 _LINEAR_RANK = 3  # the highest that ``linear`` takes
-
-
-def _unary(op: str) -> Callable[[Composer, Node, Var], Var]:
-    def compose(c: Composer, _: Node, x: Var) -> Var:
-        return getattr(c.mb, op)(x=x)
-
-    return compose
 
 
 def around_axis(type: TensorType, axis: int) -> tuple[tuple[int, int, int], int]:
@@ -41,33 +37,31 @@ def around_axis(type: TensorType, axis: int) -> tuple[tuple[int, int, int], int]
     return (math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])), 1
 
 
-def _along_axis(
-    function: Callable[[Composer, Var, int], Var],
-) -> Callable[[Composer, Node, Var], Var]:
+def _along_axis(function: Callable[[Var, int], Var]) -> Callable[[Composer, Node, Var], Var]:
     """Return a compose function: a function of a tensor and an axis, for tensors of any rank."""
 
     def compose(c: Composer, node: Node, x: Var) -> Var:
         if node.type.rank <= MOST_AXES:
-            return function(c, x, node["axis"])
+            return function(x, node["axis"])
         shape, axis = around_axis(node.type, node["axis"])
-        return c.reshape(function(c, c.reshape(x, shape), axis), node.type.shape)
+        return c.reshape(function(c.reshape(x, shape), axis), node.type.shape)
 
     return compose
 
 
-def _softmax(c: Composer, x: Var, axis: int) -> Var:
-    return c.mb.softmax(x=x, axis=axis)
+def _softmax(x: Var, axis: int) -> Var:
+    return mb.softmax(x=x, axis=axis)
 
 
-def _log_softmax(c: Composer, x: Var, axis: int) -> Var:
+def _log_softmax(x: Var, axis: int) -> Var:
     # x - max - log(sum(exp(x - max))): large elements would cost digits of the sum.
-    shifted = c.mb.sub(x=x, y=c.mb.reduce_max(x=x, axes=[axis], keep_dims=True))
-    total = c.mb.reduce_log_sum_exp(x=shifted, axes=[axis], keep_dims=True)
-    return c.mb.sub(x=shifted, y=total)
+    shifted = mb.sub(x=x, y=mb.reduce_max(x=x, axes=[axis], keep_dims=True))
+    total = mb.reduce_log_sum_exp(x=shifted, axes=[axis], keep_dims=True)
+    return mb.sub(x=shifted, y=total)
 
 
-def _compose_gelu(c: Composer, node: Node, x: Var) -> Var:
-    return c.mb.gelu(x=x, mode=_GELU[node["approximate"]])
+def _compose_gelu(_: Composer, node: Node, x: Var) -> Var:
+    return mb.gelu(x=x, mode=_GELU[node["approximate"]])
 
 
 def _compose_layer_norm(c: Composer, node: Node, x: Var, *parameters: Var) -> Var:
@@ -81,13 +75,13 @@ def _compose_layer_norm(c: Composer, node: Node, x: Var, *parameters: Var) -> Va
     if "scale" not in remaining and "offset" in remaining and remaining["offset"].val is not None:
         sizes = remaining["offset"].shape
         arguments = {
-            "gamma": c.const(np.ones(sizes, number)),
+            "gamma": const(np.ones(sizes, number)),
             **arguments,
             "beta": remaining.pop("offset"),
         }
-    y = c.mb.layer_norm(x=x, axes=list(axes), epsilon=number(node["epsilon"]), **arguments)
+    y = mb.layer_norm(x=x, axes=list(axes), epsilon=number(node["epsilon"]), **arguments)
     parameter_shape = [size if n in axes else 1 for n, size in enumerate(shape)]
-    for name, op in (("scale", c.mb.mul), ("offset", c.mb.add)):
+    for name, op in (("scale", mb.mul), ("offset", mb.add)):
         if name in remaining:
             y = op(x=y, y=c.reshape(remaining[name], parameter_shape))
     return y
@@ -102,11 +96,11 @@ def _compose_rms_norm(c: Composer, node: Node, x: Var, *scale: Var) -> Var:
         y = Norm(x, axes, is_centred=False, epsilon=node["epsilon"]).compose({})
     else:
         # In fp16, squares of numbers above 255 are infinite.
-        floats = c.mb.cast(x=x, dtype="fp32") if is_half else x
-        mean = c.mb.reduce_mean(x=c.mb.mul(x=floats, y=floats), axes=list(axes), keep_dims=True)
-        y = c.mb.mul(x=floats, y=c.mb.rsqrt(x=mean, epsilon=np.float32(node["epsilon"])))
-        y = c.mb.cast(x=y, dtype="fp16") if is_half else y
-    return c.mb.mul(x=y, y=c.reshape(scale[0], scale_shape)) if scale else y
+        floats = mb.cast(x=x, dtype="fp32") if is_half else x
+        mean = mb.reduce_mean(x=mb.mul(x=floats, y=floats), axes=list(axes), keep_dims=True)
+        y = mb.mul(x=floats, y=mb.rsqrt(x=mean, epsilon=np.float32(node["epsilon"])))
+        y = mb.cast(x=y, dtype="fp16") if is_half else y
+    return mb.mul(x=y, y=c.reshape(scale[0], scale_shape)) if scale else y
 
 
 def _compose_dense(c: Composer, node: Node, x: Var, weight: Var, *bias: Var) -> Var:
@@ -129,14 +123,14 @@ def linear(c: Composer, shape: Sequence[Dim], x: Var, weight: Var, bias: Var | N
         return c.reshape(y, (-1,))
     if not is_constant:
         is_vector = len(shape) == 1
-        y = c.mb.matmul(x=c.reshape(x, (1, *shape)) if is_vector else x, y=weight, transpose_y=True)
-        y = c.mb.squeeze(x=y, axes=[0]) if is_vector else y
-        return y if bias is None else c.mb.add(x=y, y=bias)
+        y = mb.matmul(x=c.reshape(x, (1, *shape)) if is_vector else x, y=weight, transpose_y=True)
+        y = mb.squeeze(x=y, axes=[0]) if is_vector else y
+        return y if bias is None else mb.add(x=y, y=bias)
     keywords = {} if bias is None else {"bias": bias}
     if len(shape) <= _LINEAR_RANK:
-        return c.mb.linear(x=x, weight=weight, **keywords)
+        return mb.linear(x=x, weight=weight, **keywords)
     flat = c.reshape(x, (-1, int(weight.shape[1])))
-    y = c.mb.linear(x=flat, weight=weight, **keywords)
+    y = mb.linear(x=flat, weight=weight, **keywords)
     return c.reshape(y, (*shape[:-1], int(weight.shape[0])))
 
 
@@ -153,22 +147,16 @@ def _compose_attention(
         causal = _causal_mask(c, shape[-2], keys)
         is_flag = masks and node.types[3].dtype is DType.BOOL
         if is_flag:
-            masks = [c.mb.logical_and(x=masks[0], y=causal)]
+            masks = [mb.logical_and(x=masks[0], y=causal)]
         elif masks:
-            masks = [hide(c, node.type.dtype, causal, masks[0], -math.inf)]
+            masks = [hide(node.type.dtype, causal, masks[0], -math.inf)]
         else:
             masks = [causal]
     return attention(c, node.type.dtype, query, key, value, masks, node["scale"])
 
 
 def attention(
-    c: Composer,
-    dtype: DType,
-    query: Var,
-    key: Var,
-    value: Var,
-    masks: Sequence[Var],
-    scale: float,
+    c: Composer, dtype: DType, query: Var, key: Var, value: Var, masks: Sequence[Var], scale: float
 ) -> Var:
     """Return ``softmax(query @ key.T * scale + mask) @ value``, of the last two dimensions.
 
@@ -189,24 +177,23 @@ def attention(
     is_op = c.opset >= Opset.iOS18 and query.rank >= 3 and not is_repeated
     query_factor = scale / op_scale if is_op else scale
     if not math.isclose(query_factor, 1, rel_tol=1e-6):
-        query = c.mb.mul(x=query, y=number(query_factor))
+        query = mb.mul(x=query, y=number(query_factor))
     if is_op:
         keywords = {"attn_mask": masks[0]} if masks else {}
-        return c.mb.scaled_dot_product_attention(query=query, key=key, value=value, **keywords)
-    scores = c.mb.matmul(x=query, y=key, transpose_y=True)
+        return mb.scaled_dot_product_attention(query=query, key=key, value=value, **keywords)
+    scores = mb.matmul(x=query, y=key, transpose_y=True)
     for mask in masks:
         if mask.dtype == query.dtype:
-            scores = c.mb.add(x=scores, y=mask)
+            scores = mb.add(x=scores, y=mask)
         else:
-            scores = c.mb.select(cond=mask, a=scores, b=number(-np.inf))
-    return c.mb.matmul(x=c.mb.softmax(x=scores, axis=-1), y=value)
+            scores = mb.select(cond=mask, a=scores, b=number(-np.inf))
+    return mb.matmul(x=mb.softmax(x=scores, axis=-1), y=value)
 
 
-def hide(c: Composer, dtype: DType, flag: Var, added: Var | None, score: float) -> Var:
+def hide(dtype: DType, flag: Var, added: Var | None, score: float) -> Var:
     """Return a mask to add to scores: ``added`` where a flag is true, else ``score``.
 
     Args:
-        c: The composer.
         dtype: Element type of the scores.
         flag: True where a score is visible.
         added: Summand of visible scores, or None; its shape and the flag's may broadcast.
@@ -214,26 +201,26 @@ def hide(c: Composer, dtype: DType, flag: Var, added: Var | None, score: float) 
     """
     number = dtype.storage_numpy.type
     # coremltools infers a scalar for ``select`` of two scalars, whatever the condition's shape.
-    zeros = c.mb.mul(x=c.mb.cast(x=flag, dtype=dtype.storage_dtype), y=number(0))
-    visible = zeros if added is None else c.mb.add(x=zeros, y=added)
-    return c.mb.select(cond=flag, a=visible, b=number(score))
+    zeros = mb.mul(x=mb.cast(x=flag, dtype=dtype.storage_dtype), y=number(0))
+    visible = zeros if added is None else mb.add(x=zeros, y=added)
+    return mb.select(cond=flag, a=visible, b=number(score))
 
 
 def _causal_mask(c: Composer, queries: Dim, keys: Dim) -> Var:
     """Return [queries, keys], true where key position <= query position."""
     if isinstance(queries, int) and isinstance(keys, int):
-        return c.const(np.tri(queries, keys, dtype=bool))
+        return const(np.tri(queries, keys, dtype=bool))
     positions = [
-        c.mb.range_1d(start=np.int32(0), end=c.size(size), step=np.int32(1))
+        mb.range_1d(start=np.int32(0), end=c.size(size), step=np.int32(1))
         for size in (queries, keys)
     ]
-    rows = c.mb.expand_dims(x=positions[0], axes=[1])
-    return c.mb.greater_equal(x=rows, y=c.mb.expand_dims(x=positions[1], axes=[0]))
+    rows = mb.expand_dims(x=positions[0], axes=[1])
+    return mb.greater_equal(x=rows, y=mb.expand_dims(x=positions[1], axes=[0]))
 
 
 def _compose_qkv(c: Composer, node: Node, x: Var, weight: Var, *bias: Var) -> tuple[Var, ...]:
     y = _compose_dense(c, node, x, weight, *bias)
-    return tuple(c.mb.split(x=y, split_sizes=list(node["sizes"]), axis=-1))
+    return tuple(mb.split(x=y, split_sizes=list(node["sizes"]), axis=-1))
 
 
 class Fused(Emitter):
@@ -274,15 +261,8 @@ class Fused(Emitter):
             )
         return self.emit("gelu", (x,), x.type, approximate=approximate)
 
-    @operation(FLOATS, _unary("relu"))
-    def relu(self, x: Value) -> Value:
-        """Return ``max(x, 0)``."""
-        return self.emit("relu", (x,), x.type)
-
-    @operation(FLOATS, _unary("silu"))
-    def silu(self, x: Value) -> Value:
-        """Return ``x / (1 + exp(-x))``."""
-        return self.emit("silu", (x,), x.type)
+    relu = unary("relu", mil_op("relu"), "``max(x, 0)``")
+    silu = unary("silu", mil_op("silu"), "``x / (1 + exp(-x))``")
 
     @operation(FLOATS, _compose_layer_norm)
     def layer_norm(
@@ -404,12 +384,7 @@ class Fused(Emitter):
 
     @operation(FLOATS, _compose_qkv)
     def qkv_projection(
-        self,
-        x: Value,
-        weight: Value,
-        bias: Value | None,
-        query_size: int,
-        key_value_size: int,
+        self, x: Value, weight: Value, bias: Value | None, query_size: int, key_value_size: int
     ) -> tuple[Value, Value, Value]:
         """Return queries, keys and values, which are parts of ``x @ weight.T + bias``.
 

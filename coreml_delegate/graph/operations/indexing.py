@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,13 @@ from coreml_delegate.graph.emitter import (
     same_shape,
 )
 from coreml_delegate.graph.node import Closure, Node, Value
-from coreml_delegate.graph.operations.axes import (
-    as_index,
-    counting,
-    require_rank,
-    sizes_of,
-)
+from coreml_delegate.graph.operations.axes import as_index, counting, require_rank, sizes_of
 from coreml_delegate.graph.operations.gathers import compose_gather
-from coreml_delegate.graph.operations.lookup import Label
+from coreml_delegate.graph.operations.lookup import DimensionNumbers
 from coreml_delegate.graph.operations.scatters import compose_scatter
 from coreml_delegate.graph.operations.shapes import Shapes
 from coreml_delegate.graph.tensor_types import ALL, INTEGERS, Dim, DType, TensorType, product
+from coreml_delegate.mil.compose import mb
 
 GATHER_MODES = ("clip", "promise_in_bounds")
 SCATTER_MODES = ("update", "add", "sub", "mul", "min", "max")
@@ -49,9 +45,9 @@ _OF_BOOLS = {"add": "max", "mul": "min"}
 
 def _compose_one_hot(c: Composer, node: Node, indices: Var) -> Var:
     dtype = node.type.dtype
-    column = c.mb.expand_dims(x=as_index(c, indices, node.types[0].dtype), axes=[-1])
-    is_hot = c.mb.equal(x=column, y=counting(c, node.type.shape[-1]))
-    return is_hot if dtype is DType.BOOL else c.mb.cast(x=is_hot, dtype=dtype.storage_dtype)
+    column = mb.expand_dims(x=as_index(indices, node.types[0].dtype), axes=[-1])
+    is_hot = mb.equal(x=column, y=counting(c, node.type.shape[-1]))
+    return is_hot if dtype is DType.BOOL else mb.cast(x=is_hot, dtype=dtype.storage_dtype)
 
 
 @dataclass(frozen=True)
@@ -63,101 +59,73 @@ class _Merged:
     the merged dimension, then the window's dimensions.
 
     Attributes:
+        numbers: Its dimension numbers.
         shape: Shape of the tensor.
         sizes: Size of a window along each dimension of the tensor.
-        batching: Batching dimensions of the tensor, paired with the first of the indices.
-        mapped: The dimension of the tensor for each element of an index vector.
         outer: Shape of the indices without the index vectors, which are last.
         batch: Dimensions of the original indices in this order, without the index vectors.
-        axis: Axis of the original index vectors.
     """
 
+    numbers: DimensionNumbers
     shape: tuple[Dim, ...]
     sizes: tuple[Dim, ...]
-    batching: tuple[int, ...]
-    mapped: tuple[int, ...]
     outer: tuple[Dim, ...]
     batch: tuple[int, ...]
-    axis: int
 
     @classmethod
     def of(
-        cls,
-        x: Value,
-        indices: Value,
-        axis: int,
-        sizes: Sequence[Dim],
-        batching: Sequence[int],
-        indices_batching: Sequence[int],
-        mapped: Sequence[int],
+        cls, x: Value, indices: Value, sizes: Sequence[Dim], numbers: DimensionNumbers
     ) -> _Merged:
         """Return the merged form of a gather or a scatter."""
-        dims = [d for d, size in enumerate(x.shape) if size != 1 or d in mapped]
-        pairs = [(d, n) for d, n in zip(batching, indices_batching, strict=True) if d in dims]
-        extra = [n for n in range(indices.rank) if n != axis and n not in indices_batching]
-        return cls(
-            tuple(x.shape[d] for d in dims),
-            tuple(sizes[d] for d in dims),
-            tuple(dims.index(d) for d, _ in pairs),
-            tuple(dims.index(d) for d in mapped),
-            (*(indices.shape[n] for _, n in pairs), product([indices.shape[n] for n in extra])),
-            (*indices_batching, *extra),
-            axis,
+        dims = [d for d, size in enumerate(x.shape) if size != 1 or d in numbers.mapped]
+        pairs = zip(numbers.batching, numbers.indices_batching, strict=True)
+        pairs = [(d, n) for d, n in pairs if d in dims]
+        inner = (numbers.index_axis, *numbers.indices_batching)
+        extra = [n for n in range(indices.rank) if n not in inner]
+        outer = (*(indices.shape[n] for _, n in pairs), product([indices.shape[n] for n in extra]))
+        window = tuple(sizes[d] for d in dims)
+        batching = tuple(dims.index(d) for d, _ in pairs)
+        unbatched = [d for d in range(len(dims)) if d not in batching]
+        dropped = tuple(d for d in unbatched if window[d] == 1)
+        merged = DimensionNumbers(
+            dropped=dropped,
+            batching=batching,
+            indices_batching=tuple(range(len(batching))),
+            mapped=tuple(map(dims.index, numbers.mapped)),
+            index_axis=len(outer),
+            slice_dims=tuple(len(outer) + n for n in range(len(unbatched) - len(dropped))),
         )
-
-    @property
-    def windows(self) -> list[int]:
-        """Dimensions of the tensor in the result."""
-        return [d for d, n in enumerate(self.sizes) if n != 1 and d not in self.batching]
-
-    @property
-    def dropped(self) -> list[int]:
-        """Dimensions of the tensor missing in the result."""
-        return [d for d, n in enumerate(self.sizes) if n == 1 and d not in self.batching]
-
-    @property
-    def indices_batching(self) -> tuple[int, ...]:
-        """Batching dimensions of the indices."""
-        return tuple(range(len(self.batching)))
-
-    @property
-    def index_vector_dim(self) -> int:
-        """Axis of the index vectors."""
-        return len(self.outer)
+        shape = tuple(x.shape[d] for d in dims)
+        return cls(merged, shape, window, outer, (*numbers.indices_batching, *extra))
 
     @property
     def indices_shape(self) -> tuple[Dim, ...]:
         """Shape of the indices."""
-        return (*self.outer, len(self.mapped))
+        return (*self.outer, len(self.numbers.mapped))
 
     @property
-    def result_shape(self) -> tuple[Dim, ...]:
+    def slices_shape(self) -> tuple[Dim, ...]:
         """Shape of the result of a gather, and of the updates of a scatter."""
-        return (*self.outer, *(self.sizes[d] for d in self.windows))
-
-    @property
-    def window_dims(self) -> range:
-        """Window dimensions of the result."""
-        return range(len(self.outer), len(self.result_shape))
+        window_dims = self.numbers.window_dims(len(self.shape))
+        return (*self.outer, *(self.sizes[d] for d in window_dims))
 
     @property
     def most_axes(self) -> int:
-        """The highest rank among the tensor, the indices and the result."""
-        return max(map(len, (self.shape, self.indices_shape, self.result_shape)))
+        """The highest rank among the tensor, the indices and the slices."""
+        return max(map(len, (self.shape, self.indices_shape, self.slices_shape)))
 
-    def labels(self, window_dims: Sequence[int]) -> list[Label]:
-        """Return labels of the unmerged dimensions in the order of the merged result.
+    def original_order(self, numbers: DimensionNumbers, rank: int) -> list[int]:
+        """Return the position in the unmerged slices of each dimension of the original slices.
 
         Args:
-            window_dims: Dimensions of the original tensor that are in the original result.
+            numbers: Original dimension numbers.
+            rank: Rank of the original slices.
         """
-        return [*(("batch", n) for n in self.batch), *(("window", d) for d in window_dims)]
-
-    def labels_among(self, window_dims: Sequence[int], at: Sequence[int], rank: int) -> list[Label]:
-        """Return labels of the original result's dimensions; ``at`` are a window's dimensions."""
-        windows, batch = iter(window_dims), iter(sorted(self.batch))
+        batch = iter(sorted(self.batch))
+        windows = iter(range(len(self.batch), rank))
         return [
-            ("window", next(windows)) if n in at else ("batch", next(batch)) for n in range(rank)
+            next(windows) if n in numbers.slice_dims else self.batch.index(next(batch))
+            for n in range(rank)
         ]
 
 
@@ -202,65 +170,63 @@ class Indexing(Shapes):
             raise GraphError(
                 f"{name}: unknown mode", got=repr(mode), expected=" | ".join(GATHER_MODES)
             )
-        batch = _batch(name, indices, index_vector_dim, len(start_index_map))
         sizes = sizes_of(name, slice_sizes)
         require_rank(name, "slice sizes", sizes, x.rank)
-        collapsed = normalize_axes(collapsed_slice_dims, x.rank, "collapsed slice dimensions")
-        batching = normalize_axes(operand_batching_dims, x.rank, "operand batching dimensions")
-        mapped = normalize_axes(start_index_map, x.rank, "dimensions of the start index map")
-        indices_batching = _indices_batching(
-            name, x, indices, batching, start_indices_batching_dims, index_vector_dim
+        numbers, batch = _dimension_numbers(
+            name,
+            (x, indices),
+            dropped=("collapsed slice dimensions", collapsed_slice_dims),
+            batching=("operand batching dimensions", operand_batching_dims),
+            indices_batching=start_indices_batching_dims,
+            mapped=("dimensions of the start index map", start_index_map),
+            index_axis=index_vector_dim,
         )
-        _check_disjoint(name, collapsed, batching, mapped)
+        window_dims = numbers.window_dims(x.rank)
         for d, (size, have) in enumerate(zip(sizes, x.shape, strict=True)):
-            exact = d in collapsed or d in batching
-            if (exact and size != 1) or (
-                isinstance(size, int) and isinstance(have, int) and size > have
-            ):
+            exact = d not in window_dims
+            is_larger = isinstance(size, int) and isinstance(have, int) and size > have
+            if is_larger or (exact and size != 1):
                 raise GraphError(
                     f"{name}: a slice does not fit dimension {d} of {x.type}",
                     got=str(size),
                     expected="1" if exact else f"{have} or less",
                 )
-        window_dims = [d for d in range(x.rank) if d not in collapsed and d not in batching]
         rank = len(batch) + len(window_dims)
         require_rank(name, "offset dimensions", offset_dims, len(window_dims))
         offsets = tuple(sorted(normalize_axes(offset_dims, rank, "offset dimensions")))
+        numbers = replace(numbers, slice_dims=offsets)
         inner, outer = iter([sizes[d] for d in window_dims]), iter(batch)
-        type = x.type.with_shape([next(inner if n in offsets else outer) for n in range(rank)])
-        if max(x.rank, indices.rank, rank) > MOST_AXES:
-            merged = _Merged.of(
-                x, indices, index_vector_dim, sizes, batching, indices_batching, mapped
-            )
-            if merged.most_axes <= MOST_AXES:
-                result = self.gather(
-                    self.reshape(x, merged.shape),
-                    self._merged_indices(indices, merged),
-                    offset_dims=merged.window_dims,
-                    collapsed_slice_dims=merged.dropped,
-                    start_index_map=merged.mapped,
-                    index_vector_dim=merged.index_vector_dim,
-                    slice_sizes=merged.sizes,
-                    operand_batching_dims=merged.batching,
-                    start_indices_batching_dims=merged.indices_batching,
-                    mode=mode,
-                )
-                merged_order = merged.labels(window_dims)
-                result_order = merged.labels_among(window_dims, offsets, rank)
-                order = [merged_order.index(label) for label in result_order]
-                shape = [type.shape[result_order.index(label)] for label in merged_order]
-                return self.transpose(self.reshape(result, shape), order)
+        shape = [next(inner if n in offsets else outer) for n in range(rank)]
+        merged = self._merged((x, indices), rank, sizes, numbers)
+        if merged is None:
+            return self._emit_gather(x, indices, shape, numbers, sizes, mode)
+        result = self._emit_gather(
+            self.reshape(x, merged.shape),
+            self._merged_indices(indices, merged, numbers),
+            merged.slices_shape,
+            merged.numbers,
+            merged.sizes,
+            mode,
+        )
+        order = merged.original_order(numbers, rank)
+        unmerged = [shape[order.index(n)] for n in range(rank)]
+        return self.transpose(self.reshape(result, unmerged), order)
+
+    def _emit_gather(
+        self,
+        x: Value,
+        indices: Value,
+        shape: Sequence[Dim],
+        numbers: DimensionNumbers,
+        sizes: Sequence[Dim],
+        mode: str,
+    ) -> Value:
         return self.emit(
-            name,
+            "gather",
             (x, indices),
-            type,
+            x.type.with_shape(shape),
             elements=_known_elements(x, indices, sizes),
-            offset_dims=offsets,
-            collapsed_slice_dims=collapsed,
-            operand_batching_dims=batching,
-            start_indices_batching_dims=indices_batching,
-            start_index_map=mapped,
-            index_vector_dim=index_vector_dim,
+            numbers=numbers,
             slice_sizes=sizes,
             mode=mode,
         )
@@ -306,19 +272,21 @@ class Indexing(Shapes):
         """
         name = "scatter"
         require_same_dtype(name, x, updates)
-        batch = _batch(name, indices, index_vector_dim, len(scatter_dims_to_operand_dims))
-        inserted = normalize_axes(inserted_window_dims, x.rank, "inserted window dimensions")
-        batching = normalize_axes(input_batching_dims, x.rank, "input batching dimensions")
-        mapped = normalize_axes(scatter_dims_to_operand_dims, x.rank, "dimensions of index vectors")
-        indices_batching = _indices_batching(
-            name, x, indices, batching, scatter_indices_batching_dims, index_vector_dim
+        numbers, batch = _dimension_numbers(
+            name,
+            (x, indices),
+            dropped=("inserted window dimensions", inserted_window_dims),
+            batching=("input batching dimensions", input_batching_dims),
+            indices_batching=scatter_indices_batching_dims,
+            mapped=("dimensions of index vectors", scatter_dims_to_operand_dims),
+            index_axis=index_vector_dim,
         )
-        _check_disjoint(name, inserted, batching, mapped)
-        window_dims = [d for d in range(x.rank) if d not in inserted and d not in batching]
+        window_dims = numbers.window_dims(x.rank)
         windows = tuple(
             sorted(normalize_axes(update_window_dims, updates.rank, "window dimensions"))
         )
         require_rank(name, "window dimensions", windows, len(window_dims))
+        numbers = replace(numbers, slice_dims=windows)
         outer = [size for n, size in enumerate(updates.shape) if n not in windows]
         fits = all(
             not isinstance(size, int) or not isinstance(have, int) or size <= have
@@ -335,41 +303,21 @@ class Indexing(Shapes):
         mode = self._scatter_mode(x.dtype, body)
         if mode is None:
             return x
-        if max(x.rank, indices.rank, updates.rank) > MOST_AXES:
-            window_sizes = dict(zip(window_dims, (updates.shape[n] for n in windows), strict=True))
-            sizes = [window_sizes.get(d, 1) for d in range(x.rank)]
-            merged = _Merged.of(
-                x, indices, index_vector_dim, sizes, batching, indices_batching, mapped
-            )
-            if merged.most_axes <= MOST_AXES:
-                merged_order = merged.labels(window_dims)
-                updates_order = merged.labels_among(window_dims, windows, updates.rank)
-                order = [updates_order.index(label) for label in merged_order]
-                result = self.scatter(
-                    self.reshape(x, merged.shape),
-                    self._merged_indices(indices, merged),
-                    self.reshape(self.transpose(updates, order), merged.result_shape),
-                    body,
-                    update_window_dims=merged.window_dims,
-                    inserted_window_dims=merged.dropped,
-                    scatter_dims_to_operand_dims=merged.mapped,
-                    index_vector_dim=merged.index_vector_dim,
-                    input_batching_dims=merged.batching,
-                    scatter_indices_batching_dims=merged.indices_batching,
-                )
-                return self.reshape(result, x.shape)
-        return self.emit(
-            name,
-            (x, indices, updates),
-            x.type,
-            mode=mode,
-            update_window_dims=windows,
-            inserted_window_dims=inserted,
-            input_batching_dims=batching,
-            scatter_indices_batching_dims=indices_batching,
-            scatter_dims_to_operand_dims=mapped,
-            index_vector_dim=index_vector_dim,
+        window_sizes = dict(zip(window_dims, (updates.shape[n] for n in windows), strict=True))
+        sizes = [window_sizes.get(d, 1) for d in range(x.rank)]
+        merged = self._merged((x, indices), updates.rank, sizes, numbers)
+        if merged is None:
+            return self.emit(name, (x, indices, updates), x.type, mode=mode, numbers=numbers)
+        order = merged.original_order(numbers, updates.rank)
+        inverse = [order.index(n) for n in range(updates.rank)]
+        operands = (
+            self.reshape(x, merged.shape),
+            self._merged_indices(indices, merged, numbers),
+            self.reshape(self.transpose(updates, inverse), merged.slices_shape),
         )
+        type = operands[0].type
+        result = self.emit(name, operands, type, mode=mode, numbers=merged.numbers)
+        return self.reshape(result, x.shape)
 
     @operation(ALL)
     def take(self, x: Value, indices: Value, axis: int) -> Value:
@@ -403,8 +351,22 @@ class Indexing(Shapes):
         type = TensorType(DType.of(dtype), (*indices.shape, size))
         return self.emit("one_hot", (indices,), type)
 
-    def _merged_indices(self, indices: Value, merged: _Merged) -> Value:
-        order = [*merged.batch, *([merged.axis] if merged.axis < indices.rank else [])]
+    def _merged(
+        self,
+        operands: tuple[Value, Value],
+        slices_rank: int,
+        sizes: Sequence[Dim],
+        numbers: DimensionNumbers,
+    ) -> _Merged | None:
+        """Return the merged form of a gather or scatter of too many axes, if it has few enough."""
+        if max(*(operand.rank for operand in operands), slices_rank) <= MOST_AXES:
+            return None
+        merged = _Merged.of(*operands, sizes, numbers)
+        return merged if merged.most_axes <= MOST_AXES else None
+
+    def _merged_indices(self, indices: Value, merged: _Merged, numbers: DimensionNumbers) -> Value:
+        axis = numbers.index_axis
+        order = [*merged.batch, *([axis] if axis < indices.rank else [])]
         return self.reshape(self.transpose(indices, order), merged.indices_shape)
 
     def _scatter_mode(
@@ -445,6 +407,51 @@ def _mode_of(result: Value, old: Value, new: Value) -> str:
     return f"{result.node.name} of {', '.join(value.node.name for value in operands)}"
 
 
+def _dimension_numbers(
+    name: str,
+    operands: tuple[Value, Value],
+    *,
+    dropped: tuple[str, Sequence[int]],
+    batching: tuple[str, Sequence[int]],
+    indices_batching: Sequence[int],
+    mapped: tuple[str, Sequence[int]],
+    index_axis: int,
+) -> tuple[DimensionNumbers, list[Dim]]:
+    """Return checked numbers, without ``slice_dims``, and the indices' shape without the vectors.
+
+    Args:
+        name: Name of the operation.
+        operands: The tensor and the indices.
+        dropped: Words for messages, and ``DimensionNumbers.dropped``.
+        batching: The same for batching dimensions of the tensor.
+        indices_batching: Batching dimensions of the indices.
+        mapped: The same for mapped dimensions.
+        index_axis: Axis of the index vectors.
+
+    Raises:
+        GraphError: Numbers that do not fit together.
+    """
+    x, indices = operands
+    batch = _batch(name, indices, index_axis, len(mapped[1]))
+    lists = [normalize_axes(axes, x.rank, what) for what, axes in (dropped, batching, mapped)]
+    indices_batch = normalize_axes(
+        indices_batching, indices.rank, "batching dimensions of the indices"
+    )
+    sizes = [x.shape[d] for d in lists[1]], [indices.shape[n] for n in indices_batch]
+    if index_axis in indices_batch or not same_shape(*sizes):
+        raise GraphError(
+            f"{name}: batching dimensions do not fit",
+            got=f"{list(lists[1])} of {x.type} and {list(indices_batch)} of {indices.type}",
+            expected="pairs of equal sizes, without the index vectors' dimension",
+        )
+    if (set(lists[0]) | set(lists[2])) & set(lists[1]):
+        raise GraphError(
+            f"{name}: a batching dimension is dropped or indexed, too",
+            got=f"batching {list(lists[1])}, dropped {list(lists[0])}, indexed {list(lists[2])}",
+        )
+    return DimensionNumbers(lists[0], lists[1], indices_batch, lists[2], index_axis, ()), batch
+
+
 def _batch(name: str, indices: Value, axis: int, count: int) -> list[Dim]:
     """Return the shape of the indices without the index vectors, which have ``count`` elements."""
     if not indices.dtype.is_integer:
@@ -463,38 +470,6 @@ def _batch(name: str, indices: Value, axis: int, count: int) -> list[Dim]:
             expected=f"{count}, one per dimension that they point into",
         )
     return [size for n, size in enumerate(indices.shape) if n != axis]
-
-
-def _indices_batching(
-    name: str,
-    x: Value,
-    indices: Value,
-    batching: Sequence[int],
-    indices_batching: Sequence[int],
-    index_axis: int,
-) -> tuple[int, ...]:
-    """Return the batch dimensions of the indices, checked against ``batching`` of ``x``."""
-    indices_batching = normalize_axes(
-        indices_batching, indices.rank, "batching dimensions of the indices"
-    )
-    sizes = [x.shape[d] for d in batching], [indices.shape[n] for n in indices_batching]
-    if index_axis in indices_batching or not same_shape(*sizes):
-        raise GraphError(
-            f"{name}: batching dimensions do not fit",
-            got=f"{list(batching)} of {x.type} and {list(indices_batching)} of {indices.type}",
-            expected="pairs of equal sizes, without the index vectors' dimension",
-        )
-    return indices_batching
-
-
-def _check_disjoint(
-    name: str, dropped: Sequence[int], batching: Sequence[int], mapped: Sequence[int]
-) -> None:
-    if set(dropped) & set(batching) or set(mapped) & set(batching):
-        raise GraphError(
-            f"{name}: a batching dimension is dropped or indexed, too",
-            got=f"batching {list(batching)}, dropped {list(dropped)}, indexed {list(mapped)}",
-        )
 
 
 def _known_elements(x: Value, indices: Value, sizes: Sequence[Dim]) -> tuple[Dim, ...] | None:

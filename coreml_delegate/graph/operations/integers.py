@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, ordered, wrap
 from coreml_delegate.graph.node import Node
 from coreml_delegate.graph.tensor_types import DType
-from coreml_delegate.mil.compose import division
+from coreml_delegate.mil.compose import division, mb
 
 INT_MIN = np.int32(-(2**31))
 
@@ -35,109 +35,109 @@ def uniform(var: Var, *, like: Var | None = None) -> int | None:
     return first if bool((array == first).all()) else None
 
 
-def shift_right_one(c: Composer, x: Var) -> Var:
+def shift_right_one(x: Var) -> Var:
     """Shift the bits of int32 values right by one, with 0 as the highest bit."""
-    half = c.mb.floor_div(x=x, y=np.int32(2))
-    return c.mb.select(cond=c.mb.less(x=x, y=np.int32(0)), a=c.mb.sub(x=half, y=INT_MIN), b=half)
+    half = mb.floor_div(x=x, y=np.int32(2))
+    return mb.select(cond=mb.less(x=x, y=np.int32(0)), a=mb.sub(x=half, y=INT_MIN), b=half)
 
 
-def divide(c: Composer, node: Node, x: Var, y: Var) -> Var:
+def divide(_: Composer, node: Node, x: Var, y: Var) -> Var:
     """Compose the quotient of integers, rounded towards zero."""
     dtype = node.types[0].dtype
     if dtype is DType.UINT32:
-        return _divide_unsigned_words(c, x, y)
+        return _divide_unsigned_words(x, y)
     special, quotient_of = (0, -1), division.truncate_divide
     if dtype.is_unsigned:
         special, quotient_of = (0,), division.floor_divide
     if y.val is not None and not np.isin(y.val, special).any():
         return quotient_of(x, y)
-    is_zero = c.mb.equal(x=y, y=np.int32(0))
+    is_zero = mb.equal(x=y, y=np.int32(0))
     if dtype.is_unsigned:
-        quotient = quotient_of(x, c.mb.select(cond=is_zero, a=np.int32(1), b=y))
-        return c.wrap(c.mb.select(cond=is_zero, a=np.int32(-1), b=quotient), dtype)
+        quotient = quotient_of(x, mb.select(cond=is_zero, a=np.int32(1), b=y))
+        return wrap(mb.select(cond=is_zero, a=np.int32(-1), b=quotient), dtype)
     # The least integer by -1 overflows: division by -1 is the difference 0 - x, which wraps.
-    is_negation = c.mb.equal(x=y, y=np.int32(-1))
-    is_special = c.mb.logical_or(x=is_zero, y=is_negation)
-    divisor = c.mb.select(cond=is_special, a=np.int32(1), b=y)
+    is_negation = mb.equal(x=y, y=np.int32(-1))
+    is_special = mb.logical_or(x=is_zero, y=is_negation)
+    divisor = mb.select(cond=is_special, a=np.int32(1), b=y)
     quotient = quotient_of(x, divisor)
-    negated = c.mb.sub(x=np.int32(0), y=x)
-    quotient = c.mb.select(cond=is_negation, a=negated, b=quotient)
-    return c.wrap(c.mb.select(cond=is_zero, a=np.int32(-1), b=quotient), dtype)
+    negated = mb.sub(x=np.int32(0), y=x)
+    quotient = mb.select(cond=is_negation, a=negated, b=quotient)
+    return wrap(mb.select(cond=is_zero, a=np.int32(-1), b=quotient), dtype)
 
 
 def remainder(c: Composer, node: Node, x: Var, y: Var) -> Var:
     """Compose ``x - y * trunc(x / y)`` of integers, which has the sign of ``x``."""
     dtype = node.types[0].dtype
     if dtype is DType.UINT32:
-        return c.mb.sub(x=x, y=c.mb.mul(x=divide(c, node, x, y), y=y))
+        return mb.sub(x=x, y=mb.mul(x=divide(c, node, x, y), y=y))
     remainder_of = division.remainder if dtype.is_unsigned else division.fmod
     if y.val is not None and np.all(y.val):
         return remainder_of(x, y)
-    is_zero = c.mb.equal(x=y, y=np.int32(0))
-    result = remainder_of(x, c.mb.select(cond=is_zero, a=np.int32(1), b=y))
-    return c.mb.select(cond=is_zero, a=x, b=result)
+    is_zero = mb.equal(x=y, y=np.int32(0))
+    result = remainder_of(x, mb.select(cond=is_zero, a=np.int32(1), b=y))
+    return mb.select(cond=is_zero, a=x, b=result)
 
 
-def _divide_unsigned_words(c: Composer, x: Var, y: Var) -> Var:
+def _divide_unsigned_words(x: Var, y: Var) -> Var:
     """Return the quotient of uint32, stored as the bits of int32."""
-    is_small = c.mb.greater(x=y, y=np.int32(0))
-    divisor = c.mb.select(cond=is_small, a=y, b=np.int32(1))
+    is_small = mb.greater(x=y, y=np.int32(0))
+    divisor = mb.select(cond=is_small, a=y, b=np.int32(1))
     # 2 * floor(floor(x / 2) / y) is at most one too small.
-    quotient = c.mb.mul(x=c.mb.floor_div(x=shift_right_one(c, x), y=divisor), y=np.int32(2))
-    remainder = c.mb.sub(x=x, y=c.mb.mul(x=quotient, y=divisor))
-    quotient = c.mb.add(x=quotient, y=_is_at_least(c, remainder, divisor))
+    quotient = mb.mul(x=mb.floor_div(x=shift_right_one(x), y=divisor), y=np.int32(2))
+    remainder = mb.sub(x=x, y=mb.mul(x=quotient, y=divisor))
+    quotient = mb.add(x=quotient, y=_is_at_least(remainder, divisor))
     if y.val is not None and (np.asarray(y.val) > 0).all():
         return quotient
     # With a divisor of 2**31 or more, the quotient is 0 or 1.
-    large_quotient = _is_at_least(c, x, y)
-    is_zero = c.mb.equal(x=y, y=np.int32(0))
-    large_quotient = c.mb.select(cond=is_zero, a=np.int32(-1), b=large_quotient)
-    return c.mb.select(cond=is_small, a=quotient, b=large_quotient)
+    large_quotient = _is_at_least(x, y)
+    is_zero = mb.equal(x=y, y=np.int32(0))
+    large_quotient = mb.select(cond=is_zero, a=np.int32(-1), b=large_quotient)
+    return mb.select(cond=is_small, a=quotient, b=large_quotient)
 
 
-def _is_at_least(c: Composer, x: Var, y: Var) -> Var:
+def _is_at_least(x: Var, y: Var) -> Var:
     """Return 1 where x >= y as uint32, else 0."""
-    ordered = (c.ordered(x, DType.UINT32), c.ordered(y, DType.UINT32))
-    return c.mb.cast(x=c.mb.greater_equal(x=ordered[0], y=ordered[1]), dtype="int32")
+    x, y = ordered(x, DType.UINT32), ordered(y, DType.UINT32)
+    return mb.cast(x=mb.greater_equal(x=x, y=y), dtype="int32")
 
 
-def high_product(c: Composer, node: Node, x: Var, y: Var) -> Var:
+def high_product(_: Composer, node: Node, x: Var, y: Var) -> Var:
     """Compose ``floor(x * y / 2**n)`` for integers of n bits: the high half of the product."""
     dtype = node.type.dtype
     if dtype.wraps:
-        product = c.mb.mul(x=x, y=y)
+        product = mb.mul(x=x, y=y)
         # The product of two uint16 may set bit 31, the sign bit of int32; wrapping corrects that.
-        return c.wrap(c.mb.floor_div(x=product, y=np.int32(1 << dtype.bits)), dtype)
-    high = _high_word(c, x, y)
+        return wrap(mb.floor_div(x=product, y=np.int32(1 << dtype.bits)), dtype)
+    high = _high_word(x, y)
     if dtype.bits == 64:
         # The product of operands stored in 32 bits has 64 bits; higher bits repeat the sign.
-        is_negative = c.mb.cast(x=c.mb.less(x=high, y=np.int32(0)), dtype="int32")
-        high = c.mb.sub(x=np.int32(0), y=is_negative)
+        is_negative = mb.cast(x=mb.less(x=high, y=np.int32(0)), dtype="int32")
+        high = mb.sub(x=np.int32(0), y=is_negative)
     if not dtype.is_unsigned:
         return high
     # An operand with the highest bit set is stored as a negative int32, too small by 2**n.
     for var, other in ((x, y), (y, x)):
-        is_large = c.mb.cast(x=c.mb.less(x=var, y=np.int32(0)), dtype="int32")
-        high = c.mb.add(x=high, y=c.mb.mul(x=is_large, y=other))
+        is_large = mb.cast(x=mb.less(x=var, y=np.int32(0)), dtype="int32")
+        high = mb.add(x=high, y=mb.mul(x=is_large, y=other))
     return high
 
 
-def _high_word(c: Composer, x: Var, y: Var) -> Var:
+def _high_word(x: Var, y: Var) -> Var:
     """Return the upper 32 bits of the product of int32 values, from products of 16-bit halves.
 
     Source: Warren, Hacker's Delight, section 8-2 (mulhs).
     """
     half = np.int32(1 << 16)
     (x_high, x_low), (y_high, y_low) = (
-        (c.mb.floor_div(x=var, y=half), c.mb.mod(x=var, y=half)) for var in (x, y)
+        (mb.floor_div(x=var, y=half), mb.mod(x=var, y=half)) for var in (x, y)
     )
-    low = c.mb.mul(x=x_low, y=y_low)
+    low = mb.mul(x=x_low, y=y_low)
     # The product of two low halves is unsigned.
-    carry = c.mb.mod(x=c.mb.floor_div(x=low, y=half), y=half)
-    middle = c.mb.add(x=c.mb.mul(x=x_high, y=y_low), y=carry)
-    cross = c.mb.add(x=c.mb.mul(x=x_low, y=y_high), y=c.mb.mod(x=middle, y=half))
-    high = c.mb.add(x=c.mb.mul(x=x_high, y=y_high), y=c.mb.floor_div(x=middle, y=half))
-    return c.mb.add(x=high, y=c.mb.floor_div(x=cross, y=half))
+    carry = mb.mod(x=mb.floor_div(x=low, y=half), y=half)
+    middle = mb.add(x=mb.mul(x=x_high, y=y_low), y=carry)
+    cross = mb.add(x=mb.mul(x=x_low, y=y_high), y=mb.mod(x=middle, y=half))
+    high = mb.add(x=mb.mul(x=x_high, y=y_high), y=mb.floor_div(x=middle, y=half))
+    return mb.add(x=high, y=mb.floor_div(x=cross, y=half))
 
 
 def power(c: Composer, node: Node, x: Var, y: Var) -> Var:
@@ -145,26 +145,26 @@ def power(c: Composer, node: Node, x: Var, y: Var) -> Var:
     dtype = node.type.dtype
     exponent = uniform(y, like=x)
     if exponent is not None and (exponent >= 0 or dtype.is_unsigned):
-        return c.wrap(_power_by_constant(c, x, exponent % (1 << 32)), dtype)
+        return wrap(_power_by_constant(x, exponent % (1 << 32)), dtype)
     if dtype.is_unsigned:
-        return c.wrap(_power_by_loop(c, node, x, y), dtype)
-    is_negative = c.mb.less(x=y, y=np.int32(0))
-    last_bit = c.mb.mod(x=y, y=np.int32(2))
-    result = _power_by_loop(c, node, x, c.mb.select(cond=is_negative, a=last_bit, b=y))
-    is_unit = c.mb.equal(x=c.mb.abs(x=x), y=np.int32(1))
-    vanishes = c.mb.logical_and(x=is_negative, y=c.mb.logical_not(x=is_unit))
-    return c.wrap(c.mb.select(cond=vanishes, a=np.int32(0), b=result), dtype)
+        return wrap(_power_by_loop(c, node, x, y), dtype)
+    is_negative = mb.less(x=y, y=np.int32(0))
+    last_bit = mb.mod(x=y, y=np.int32(2))
+    result = _power_by_loop(c, node, x, mb.select(cond=is_negative, a=last_bit, b=y))
+    is_unit = mb.equal(x=mb.abs(x=x), y=np.int32(1))
+    vanishes = mb.logical_and(x=is_negative, y=mb.logical_not(x=is_unit))
+    return wrap(mb.select(cond=vanishes, a=np.int32(0), b=result), dtype)
 
 
-def _power_by_constant(c: Composer, x: Var, exponent: int) -> Var:
+def _power_by_constant(x: Var, exponent: int) -> Var:
     """Return ``x ** exponent`` for a constant, by repeated squaring."""
-    result = c.mb.add(x=c.mb.mul(x=x, y=np.int32(0)), y=np.int32(1)) if exponent == 0 else None
+    result = mb.add(x=mb.mul(x=x, y=np.int32(0)), y=np.int32(1)) if exponent == 0 else None
     while exponent:
         if exponent & 1:
-            result = x if result is None else c.mb.mul(x=result, y=x)
+            result = x if result is None else mb.mul(x=result, y=x)
         exponent >>= 1
         if exponent:
-            x = c.mb.mul(x=x, y=x)
+            x = mb.mul(x=x, y=x)
     return result
 
 
@@ -175,17 +175,17 @@ def _power_by_loop(c: Composer, node: Node, x: Var, y: Var) -> Var:
     result_start = c.full(1, node.type.with_dtype(DType.INT32))
 
     def has_exponents(_: Var, __: Var, exponent: Var) -> Var:
-        nonzero = c.mb.cast(x=c.mb.not_equal(x=exponent, y=np.int32(0)), dtype="int32")
-        largest = c.mb.reduce_max(x=nonzero, axes=list(range(len(shape)))) if shape else nonzero
-        return c.mb.greater(x=largest, y=np.int32(0))
+        nonzero = mb.cast(x=mb.not_equal(x=exponent, y=np.int32(0)), dtype="int32")
+        largest = mb.reduce_max(x=nonzero, axes=list(range(len(shape)))) if shape else nonzero
+        return mb.greater(x=largest, y=np.int32(0))
 
     def step(result: Var, base: Var, exponent: Var) -> Any:
-        is_odd = c.mb.not_equal(x=c.mb.mod(x=exponent, y=np.int32(2)), y=np.int32(0))
-        result = c.mb.mul(x=result, y=c.mb.select(cond=is_odd, a=base, b=np.int32(1)))
+        is_odd = mb.not_equal(x=mb.mod(x=exponent, y=np.int32(2)), y=np.int32(0))
+        result = mb.mul(x=result, y=mb.select(cond=is_odd, a=base, b=np.int32(1)))
         halved_exponent = (
-            shift_right_one(c, exponent) if is_word else c.mb.floor_div(x=exponent, y=np.int32(2))
+            shift_right_one(exponent) if is_word else mb.floor_div(x=exponent, y=np.int32(2))
         )
-        return result, c.mb.mul(x=base, y=base), halved_exponent
+        return result, mb.mul(x=base, y=base), halved_exponent
 
     start = (result_start, c.broadcast(x, shape), c.broadcast(y, shape))
-    return c.mb.while_loop(_cond=has_exponents, _body=step, loop_vars=start)[0]
+    return mb.while_loop(_cond=has_exponents, _body=step, loop_vars=start)[0]

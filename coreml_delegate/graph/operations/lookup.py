@@ -18,8 +18,34 @@ from coreml_delegate.graph.emitter import same_size
 from coreml_delegate.graph.node import Node
 from coreml_delegate.graph.operations.axes import arrange, as_index, counting, join
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, product, simplify
+from coreml_delegate.mil.compose import mb
 
 Label = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DimensionNumbers:
+    """Roles of the dimensions of a gather or a scatter.
+
+    Attributes:
+        dropped: Dimensions of the tensor, of size 1 in a window, that slices and updates lack.
+        batching: Batching dimensions of the tensor.
+        indices_batching: Batching dimensions of the indices, in the same order.
+        mapped: The dimension of the tensor for each element of an index vector.
+        index_axis: Axis of the index vectors; the rank of the indices if they are scalars.
+        slice_dims: Dimensions of the result of a gather, or of updates, that are a window's.
+    """
+
+    dropped: tuple[int, ...]
+    batching: tuple[int, ...]
+    indices_batching: tuple[int, ...]
+    mapped: tuple[int, ...]
+    index_axis: int
+    slice_dims: tuple[int, ...]
+
+    def window_dims(self, rank: int) -> list[int]:
+        """Return the dimensions of a tensor of this rank that slices and updates have."""
+        return [d for d in range(rank) if d not in self.dropped and d not in self.batching]
 
 
 @dataclass(frozen=True)
@@ -45,14 +71,7 @@ class Lookup:
     dtype: DType
 
     @classmethod
-    def of(
-        cls,
-        node: Node,
-        sizes: Sequence[Dim],
-        operand_batching: Sequence[int],
-        indices_batching: Sequence[int],
-        mapped: Sequence[int],
-    ) -> Lookup:
+    def of(cls, node: Node, sizes: Sequence[Dim]) -> Lookup:
         """Return the lookup of a node whose first operands are the tensor and the indices.
 
         Raises:
@@ -65,15 +84,15 @@ class Lookup:
                 got=", ".join(map(str, types)),
                 expected=f"{MOST_AXES}, the highest rank of Core ML",
             )
-        axis = node["index_vector_dim"]
-        indices = node.types[1]
-        batch_dims = [n - (n > axis) for n in indices_batching]
+        numbers: DimensionNumbers = node["numbers"]
+        axis, indices = numbers.index_axis, node.types[1]
+        batch_dims = [n - (n > axis) for n in numbers.indices_batching]
         return cls(
             node.types[0].shape,
             tuple(sizes),
             tuple(size for n, size in enumerate(indices.shape) if n != axis),
-            dict(zip(operand_batching, batch_dims, strict=True)),
-            tuple(mapped),
+            dict(zip(numbers.batching, batch_dims, strict=True)),
+            numbers.mapped,
             axis,
             indices.dtype,
         )
@@ -131,6 +150,20 @@ class Lookup:
             for d in range(len(self.shape))
         ]
 
+    def slice_labels(self, numbers: DimensionNumbers, rank: int) -> list[Label]:
+        """Return the labels of the result of a gather, or of updates, of this rank."""
+        windows = iter(numbers.window_dims(len(self.shape)))
+        batch = iter(self.batch_labels)
+        return [
+            ("window", next(windows)) if n in numbers.slice_dims else next(batch)
+            for n in range(rank)
+        ]
+
+    def unindexed(self, indexed: Sequence[int], labels: Sequence[Label]) -> list[Label]:
+        """Return the labels of unindexed dimensions, without labels that slices lack."""
+        dims = [d for d in range(len(self.shape)) if d not in indexed]
+        return [("window", d) for d in dims if ("window", d) in labels]
+
     def along_axis(self) -> list[Label] | None:
         """Return labels of the indices for ``gather_along_axis``; None if it does not apply."""
         partial, extra = self.partial, self.other_batch_labels
@@ -159,26 +192,26 @@ class Lookup:
         if self.index_axis == indices.rank:
             column = indices
         elif len(self.mapped) == 1:
-            column = c.mb.squeeze(x=indices, axes=[self.index_axis])
+            column = mb.squeeze(x=indices, axes=[self.index_axis])
         else:
-            column = c.mb.gather(x=indices, indices=np.int32(element), axis=self.index_axis)
-        column = as_index(c, column, self.dtype)
-        return self._clamp(c, column, c.size(self.limit(dimension))) if clamp else column
+            column = mb.gather(x=indices, indices=np.int32(element), axis=self.index_axis)
+        column = as_index(column, self.dtype)
+        return self._clamp(column, c.size(self.limit(dimension))) if clamp else column
 
     def matrix(self, c: Composer, indices: Var, dimensions: Sequence[int], *, clamp: bool) -> Var:
         """Return the index vectors of some dimensions: int32 [*batch, count]."""
         if self.index_axis == indices.rank:
-            indices = c.mb.expand_dims(x=indices, axes=[self.index_axis])
+            indices = mb.expand_dims(x=indices, axes=[self.index_axis])
         order = [n for n in range(indices.rank) if n != self.index_axis]
         if self.index_axis != indices.rank - 1:
-            indices = c.mb.transpose(x=indices, perm=[*order, self.index_axis])
+            indices = mb.transpose(x=indices, perm=[*order, self.index_axis])
         elements = [self.mapped.index(d) for d in dimensions]
         if elements != list(range(len(self.mapped))):
-            indices = c.mb.gather(x=indices, indices=np.array(elements, np.int32), axis=-1)
-        vectors = as_index(c, indices, self.dtype)
+            indices = mb.gather(x=indices, indices=np.array(elements, np.int32), axis=-1)
+        vectors = as_index(indices, self.dtype)
         if not clamp:
             return vectors
-        return self._clamp(c, vectors, _vector(c.shape([self.limit(d) for d in dimensions])))
+        return self._clamp(vectors, _vector(c.shape([self.limit(d) for d in dimensions])))
 
     def begin(self, c: Composer, indices: Var | None, *, clamp: bool = True) -> Var:
         """Return the start of the only window: an index vector of all dimensions."""
@@ -188,7 +221,7 @@ class Lookup:
             else 0
             for d in range(len(self.shape))
         ]
-        return join(c, scalars)
+        return join(scalars)
 
     def inside(self, c: Composer, indices: Var | None) -> Var | None:
         """Return 1 for windows inside of the operand, else 0: [*batch]; None if all are inside."""
@@ -198,8 +231,8 @@ class Lookup:
         limits = _vector(c.shape([self.limit(d) for d in self.mapped]))
         if _are_inside(vectors.val, limits):
             return None
-        is_inside = c.mb.equal(x=vectors, y=self._clamp(c, vectors, limits))
-        return c.mb.reduce_min(x=c.mb.cast(x=is_inside, dtype="int32"), axes=[-1])
+        is_inside = mb.equal(x=vectors, y=self._clamp(vectors, limits))
+        return mb.reduce_min(x=mb.cast(x=is_inside, dtype="int32"), axes=[-1])
 
     def rows(self, c: Composer, indices: Var | None, rows: Sequence[int], *, clamp: bool) -> Var:
         """Return the starts of windows in the dimensions ``rows`` merged to one: [*batch]."""
@@ -214,8 +247,8 @@ class Lookup:
                 part = self.column(c, indices, d, clamp=clamp)
             else:
                 continue
-            part = part if stride == 1 else c.mb.mul(x=part, y=_number(c.size(stride)))
-            total = part if total is None else c.mb.add(x=total, y=part)
+            part = part if stride == 1 else mb.mul(x=part, y=_number(c.size(stride)))
+            total = part if total is None else mb.add(x=total, y=part)
         if total is None:
             return c.full(0, _int32(self.batch))
         return c.broadcast(total, self.batch) if self.batch else total
@@ -232,31 +265,29 @@ class Lookup:
         for n, d in enumerate(windows):
             stride = product([self.shape[k] for k in rows[rows.index(d) + 1 :]])
             part = counting(c, self.sizes[d])
-            part = part if stride == 1 else c.mb.mul(x=part, y=_number(c.size(stride)))
+            part = part if stride == 1 else mb.mul(x=part, y=_number(c.size(stride)))
             part = c.reshape(part, (self.sizes[d], *(1 for _ in windows[n + 1 :])))
-            total = (
-                part if total is None else c.mb.add(x=c.mb.expand_dims(x=total, axes=[-1]), y=part)
-            )
+            total = part if total is None else mb.add(x=mb.expand_dims(x=total, axes=[-1]), y=part)
         if total is None:
             return None
         return c.reshape(total, (product([self.sizes[d] for d in windows]),))
 
     @staticmethod
-    def _clamp(c: Composer, x: Var, limit: Any) -> Var:
-        return c.mb.minimum(x=c.mb.maximum(x=x, y=np.int32(0)), y=_number(limit))
+    def _clamp(x: Var, limit: Any) -> Var:
+        return mb.minimum(x=mb.maximum(x=x, y=np.int32(0)), y=_number(limit))
 
 
-def spread_windows(c: Composer, starts: Var, offsets: Var | None) -> Var:
+def spread_windows(starts: Var, offsets: Var | None) -> Var:
     """Return the indices of all elements of windows: a vector, or [*batch] without offsets."""
     if offsets is None:
         return starts
-    column = c.mb.reshape(x=starts, shape=[-1, 1])
-    return c.mb.reshape(x=c.mb.add(x=column, y=offsets), shape=[-1])
+    column = mb.reshape(x=starts, shape=[-1, 1])
+    return mb.reshape(x=mb.add(x=column, y=offsets), shape=[-1])
 
 
-def arrange_labels(c: Composer, x: Var, have: Sequence[Label], want: Sequence[Label]) -> Var:
+def arrange_labels(x: Var, have: Sequence[Label], want: Sequence[Label]) -> Var:
     """Arrange labelled axes; see ``arrange``."""
-    return x if list(have) == list(want) else arrange(c, x, have, want)
+    return x if list(have) == list(want) else arrange(x, have, want)
 
 
 def _are_inside(indices: Any, limits: Any) -> bool:

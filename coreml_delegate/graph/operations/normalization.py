@@ -13,27 +13,28 @@ from coreml_delegate.graph.emitter import (
 )
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.tensor_types import FLOATS
+from coreml_delegate.mil.compose import mb
 
 # Ranks of MIL's ``batch_norm``, whose features are along axis 1.
 _RANKS = (3, 4, 5)
 
 
-def _compose_batch_norm_inference(c: Composer, node: Node, x: Var, *statistics: Var) -> Var:
+def _compose_batch_norm_inference(_: Composer, node: Node, x: Var, *statistics: Var) -> Var:
     epsilon = node.type.dtype.storage_numpy.type(node["epsilon"])
     rank, axis = node.type.rank, node["feature_index"]
     scale, offset, mean, variance = statistics
     is_constant = all(var.val is not None for var in statistics)
     if is_constant and axis == 1 and rank in _RANKS:
-        return c.mb.batch_norm(
+        return mb.batch_norm(
             x=x, mean=mean, variance=variance, gamma=scale, beta=offset, epsilon=epsilon
         )
-    deviation = c.mb.sqrt(x=c.mb.add(x=variance, y=epsilon))
-    factor = c.mb.real_div(x=scale, y=deviation)
-    shift = c.mb.sub(x=offset, y=c.mb.mul(x=mean, y=factor))
+    deviation = mb.sqrt(x=mb.add(x=variance, y=epsilon))
+    factor = mb.real_div(x=scale, y=deviation)
+    shift = mb.sub(x=offset, y=mb.mul(x=mean, y=factor))
     sizes = [1] * rank
     sizes[axis] = -1
-    factor, shift = (c.mb.reshape(x=var, shape=sizes) for var in (factor, shift))
-    return c.mb.add(x=c.mb.mul(x=x, y=factor), y=shift)
+    factor, shift = (mb.reshape(x=var, shape=sizes) for var in (factor, shift))
+    return mb.add(x=mb.mul(x=x, y=factor), y=shift)
 
 
 class Normalization(Emitter):

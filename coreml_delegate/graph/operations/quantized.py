@@ -12,6 +12,7 @@ from coreml_delegate.graph.emitter import operation, same_size
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.fused import Fused, linear
 from coreml_delegate.graph.tensor_types import FLOATS, INTEGERS, DType, TensorType
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.targets import Opset
 
 _BITS = (4, 8)
@@ -24,13 +25,13 @@ def _compose_quantized_dense(c: Composer, node: Node, x: Var, *bias: Var) -> Var
 
 def _compose_quantized_embedding(c: Composer, node: Node, indices: Var) -> Var:
     last = np.int32(node["weight"].shape[0] - 1)
-    clamped = c.mb.minimum(x=c.mb.maximum(x=indices, y=np.int32(0)), y=last)
+    clamped = mb.minimum(x=mb.maximum(x=indices, y=np.int32(0)), y=last)
     if node.types[0].dtype is DType.UINT32:  # indices from 2**31 on are stored as negative
-        clamped = c.mb.select(cond=c.mb.less(x=indices, y=np.int32(0)), a=last, b=clamped)
+        clamped = mb.select(cond=mb.less(x=indices, y=np.int32(0)), a=last, b=clamped)
     weight = _weight(c, node, node.type.dtype)
     if node.type.rank <= MOST_AXES:
-        return c.mb.gather(x=weight, indices=clamped, axis=0)
-    rows = c.mb.gather(x=weight, indices=c.reshape(clamped, (-1,)), axis=0)
+        return mb.gather(x=weight, indices=clamped, axis=0)
+    rows = mb.gather(x=weight, indices=c.reshape(clamped, (-1,)), axis=0)
     return c.reshape(rows, node.type.shape)
 
 
@@ -44,7 +45,7 @@ def _weight(c: Composer, node: Node, dtype: DType) -> Var:
         int4_dtypes = {("i", 4): types.np_int4_dtype, ("u", 4): types.np_uint4_dtype}
         storage_dtype = int4_dtypes.get((weight.dtype.kind, node["bits"]), weight.dtype)
         keywords = {} if zero_points is None else {"offset": zero_points.astype(storage_dtype)}
-        return c.mb.constexpr_blockwise_shift_scale(
+        return mb.constexpr_blockwise_shift_scale(
             data=weight.astype(storage_dtype), scale=scales, **keywords
         )
     if node["bits"] != 8 or scales.shape[1] != 1 or c.opset < Opset.iOS16:
@@ -53,7 +54,7 @@ def _weight(c: Composer, node: Node, dtype: DType) -> Var:
             got=c.opset.name,
         )
     zeros = np.zeros_like(scales, weight.dtype) if zero_points is None else zero_points
-    return c.mb.constexpr_affine_dequantize(
+    return mb.constexpr_affine_dequantize(
         quantized_data=weight,
         zero_point=np.ascontiguousarray(zeros[:, 0]),
         scale=np.ascontiguousarray(scales[:, 0]),

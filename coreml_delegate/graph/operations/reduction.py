@@ -21,7 +21,7 @@ from coreml_delegate.graph.bodies import (
     trace_body,
     trace_wide,
 )
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, const, ordered, wrap
 from coreml_delegate.graph.emitter import (
     Emitter,
     normalize_axes,
@@ -31,14 +31,8 @@ from coreml_delegate.graph.emitter import (
 )
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.integers import INT_MIN
-from coreml_delegate.graph.tensor_types import (
-    ALL,
-    BOOLEANS,
-    INTEGERS,
-    NUMBERS,
-    DType,
-    TensorType,
-)
+from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, INTEGERS, NUMBERS, DType, TensorType
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.movement import scan, take
 
 Body = Callable[..., Any]
@@ -63,8 +57,8 @@ _OPS = {
 def _full(c: Composer, number: Any, type: TensorType) -> Var:
     """Return a tensor filled with a number of the storage dtype."""
     if type.is_static and type.rank:
-        return c.const(np.full(type.static_shape, number))
-    return c.broadcast(c.const(number), type.shape) if type.rank else c.const(number)
+        return const(np.full(type.static_shape, number))
+    return c.broadcast(const(number), type.shape) if type.rank else const(number)
 
 
 def _reduction(kind: str) -> Callable[[Composer, Node, Var], Var]:
@@ -74,21 +68,21 @@ def _reduction(kind: str) -> Callable[[Composer, Node, Var], Var]:
             return _full(c, identity_element(kind, dtype), node.type)
         axes = list(node["dimensions"])
         if dtype is DType.BOOL:
-            return _reduce_bools(c, kind, x, axes)
+            return _reduce_bools(kind, x, axes)
         has_order = kind in ("maximum", "minimum")
-        x = c.ordered(x, dtype) if has_order else x
-        result = getattr(c.mb, _OPS[kind])(x=x, axes=axes)
-        return c.ordered(result, dtype) if has_order else c.wrap(result, dtype)
+        x = ordered(x, dtype) if has_order else x
+        result = getattr(mb, _OPS[kind])(x=x, axes=axes)
+        return ordered(result, dtype) if has_order else wrap(result, dtype)
 
     return compose
 
 
-def _reduce_bools(c: Composer, kind: str, x: Var, axes: list[int]) -> Var:
+def _reduce_bools(kind: str, x: Var, axes: list[int]) -> Var:
     if kind == "xor":
-        count = c.mb.reduce_sum(x=c.mb.cast(x=x, dtype="int32"), axes=axes)
-        return c.mb.not_equal(x=c.mb.mod(x=count, y=np.int32(2)), y=np.int32(0))
-    op = c.mb.reduce_max if kind in ("or", "maximum") else c.mb.reduce_min
-    return c.mb.cast(x=op(x=c.mb.cast(x=x, dtype="fp32"), axes=axes), dtype="bool")
+        count = mb.reduce_sum(x=mb.cast(x=x, dtype="int32"), axes=axes)
+        return mb.not_equal(x=mb.mod(x=count, y=np.int32(2)), y=np.int32(0))
+    op = mb.reduce_max if kind in ("or", "maximum") else mb.reduce_min
+    return mb.cast(x=op(x=mb.cast(x=x, dtype="fp32"), axes=axes), dtype="bool")
 
 
 def _compose_reduce(c: Composer, node: Node, *operands: Var) -> tuple[Var, ...]:
@@ -113,7 +107,7 @@ def _compose_reduce(c: Composer, node: Node, *operands: Var) -> tuple[Var, ...]:
         pairs = call_wide(c, node.closures[f"pairs_of_{row_count}"], halves)
         if row_count % 2:
             # The last row has no partner, and is appended.
-            pairs = [join(c, [p, take(r, 0, even)], 0) for p, r in zip(pairs, rows, strict=True)]
+            pairs = [join([p, take(r, 0, even)], 0) for p, r in zip(pairs, rows, strict=True)]
         rows, row_count = pairs, even // 2 + row_count % 2
     if initial:
         rows = call_wide(c, node.closures["initial"], [*initial, *rows])
@@ -121,38 +115,36 @@ def _compose_reduce(c: Composer, node: Node, *operands: Var) -> tuple[Var, ...]:
 
 
 def _extremum_index(op: str) -> Callable[[Composer, Node, Var], Var]:
-    def compose(c: Composer, node: Node, x: Var) -> Var:
-        x = c.ordered(x, node.operands[0].dtype)
-        index = getattr(c.mb, op)(x=x, axis=node["dimension"])
-        return c.wrap(index, node.type.dtype)
+    def compose(_: Composer, node: Node, x: Var) -> Var:
+        x = ordered(x, node.operands[0].dtype)
+        index = getattr(mb, op)(x=x, axis=node["dimension"])
+        return wrap(index, node.type.dtype)
 
     return compose
 
 
-def compose_cumulative(
-    c: Composer, kind: str, dtype: DType, x: Var, axis: int, reverse: bool
-) -> Var:
+def compose_cumulative(kind: str, dtype: DType, x: Var, axis: int, reverse: bool) -> Var:
     """Return a cumulative sum, product or extremum along an axis; bools are stored as int32."""
     if kind == "add":
-        return c.wrap(c.mb.cumsum(x=x, axis=axis, reverse=reverse), dtype)
+        return wrap(mb.cumsum(x=x, axis=axis, reverse=reverse), dtype)
     has_order = kind in ("maximum", "minimum")
     identity = identity_element(kind, dtype)
     if has_order and dtype is DType.UINT32:
         # As ``ordered``, which flips the highest bit.
         identity = np.int32(int(identity) ^ int(INT_MIN))
     x = scan(
-        c.ordered(x, dtype) if has_order else x,
+        ordered(x, dtype) if has_order else x,
         axis,
-        functools.partial(combine, c, kind, dtype),
+        functools.partial(combine, kind, dtype),
         identity,
         reverse=reverse,
     )
-    return c.ordered(x, dtype) if has_order else c.wrap(x, dtype)
+    return ordered(x, dtype) if has_order else wrap(x, dtype)
 
 
 def _cumulative(kind: str) -> Callable[[Composer, Node, Var], Var]:
-    def compose(c: Composer, node: Node, x: Var) -> Var:
-        return compose_cumulative(c, kind, node.type.dtype, x, node["dimension"], node["reverse"])
+    def compose(_: Composer, node: Node, x: Var) -> Var:
+        return compose_cumulative(kind, node.type.dtype, x, node["dimension"], node["reverse"])
 
     return compose
 

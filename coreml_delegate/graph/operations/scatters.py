@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, ordered, wrap
 from coreml_delegate.graph.node import Node
 from coreml_delegate.graph.operations.lookup import Label, Lookup, arrange_labels, spread_windows
 from coreml_delegate.graph.operations.slicing import slice_at, write_slice
 from coreml_delegate.graph.tensor_types import Dim, DType, product
+from coreml_delegate.mil.compose import mb
 
 _OPS = {"add": "add", "sub": "sub", "mul": "mul", "min": "minimum", "max": "maximum"}
 _ARITHMETIC = ("add", "sub", "mul")
@@ -29,37 +30,24 @@ def compose_scatter(c: Composer, node: Node, x: Var, indices: Var | None, update
     lookup, labels = _lookup(node)
     mode, dtype = node["mode"], node.type.dtype
     if mode in _EXTREMA:
-        x, updates = c.ordered(x, dtype), c.ordered(updates, dtype)
+        x, updates = ordered(x, dtype), ordered(updates, dtype)
     inside = lookup.inside(c, indices)
     if lookup.is_single:
         result = _write_one(c, lookup, x, indices, updates, labels, mode, inside)
     else:
         result = _Writer(c, lookup, mode, dtype, inside).write(x, indices, updates, labels)
     if mode in _ARITHMETIC:
-        return c.wrap(result, dtype)
-    return c.ordered(result, dtype) if mode in _EXTREMA else result
+        return wrap(result, dtype)
+    return ordered(result, dtype) if mode in _EXTREMA else result
 
 
 def _lookup(node: Node) -> tuple[Lookup, list[Label]]:
     """Return the lookup, and the labels of the updates' dimensions."""
+    updates, numbers = node.types[2].shape, node["numbers"]
     rank = node.types[0].rank
-    updates = node.types[2].shape
-    dropped = {*node["inserted_window_dims"], *node["input_batching_dims"]}
-    window_dims = [d for d in range(rank) if d not in dropped]
-    window = dict(zip(window_dims, node["update_window_dims"], strict=True))
-    lookup = Lookup.of(
-        node,
-        [updates[window[d]] if d in window else 1 for d in range(rank)],
-        node["input_batching_dims"],
-        node["scatter_indices_batching_dims"],
-        node["scatter_dims_to_operand_dims"],
-    )
-    windows, batch = iter(window_dims), iter(lookup.batch_labels)
-    labels = [
-        ("window", next(windows)) if n in node["update_window_dims"] else next(batch)
-        for n in range(len(updates))
-    ]
-    return lookup, labels
+    window = dict(zip(numbers.window_dims(rank), numbers.slice_dims, strict=True))
+    lookup = Lookup.of(node, [updates[window[d]] if d in window else 1 for d in range(rank)])
+    return lookup, lookup.slice_labels(numbers, len(updates))
 
 
 def _write_one(
@@ -73,16 +61,16 @@ def _write_one(
     inside: Var | None,
 ) -> Var:
     """Write the only window as a slice."""
-    update = arrange_labels(c, update, labels, lookup.labels)
+    update = arrange_labels(update, labels, lookup.labels)
     region = (lookup.shape, lookup.sizes)
     begin = lookup.begin(c, indices) if lookup.partial else None
     if mode != "update" or inside is not None:
         current = x if begin is None else slice_at(c, x, begin, *region)
         if mode != "update":
-            update = getattr(c.mb, _OPS[mode])(x=current, y=update)
+            update = getattr(mb, _OPS[mode])(x=current, y=update)
         if inside is not None:
-            flag = c.mb.cast(x=c.reshape(inside, (1,) * x.rank), dtype="bool")
-            update = c.mb.select(cond=flag, a=update, b=current)
+            flag = mb.cast(x=c.reshape(inside, (1,) * x.rank), dtype="bool")
+            update = mb.select(cond=flag, a=update, b=current)
     return update if begin is None else write_slice(c, x, update, begin, *region)
 
 
@@ -127,10 +115,10 @@ class _Writer:
         want = lookup.along_axis() or []
         positions = lookup.column(c, indices, axis)
         positions = self._redirect_outside(positions, lookup.shape[axis])
-        positions = arrange_labels(c, positions, lookup.batch_labels, want)
-        updates = self._neutralize(arrange_labels(c, updates, labels, want), want)
+        positions = arrange_labels(positions, lookup.batch_labels, want)
+        updates = self._neutralize(arrange_labels(updates, labels, want), want)
         x = self._pad_end(x, axis)
-        x = c.mb.scatter_along_axis(
+        x = mb.scatter_along_axis(
             data=x, indices=positions, updates=updates, axis=axis, mode=self.mode
         )
         return self._crop_end(x, axis)
@@ -141,15 +129,15 @@ class _Writer:
         (axis,) = lookup.partial
         positions = lookup.column(c, indices, axis)
         window: list[Label] = [("window", axis)] if lookup.sizes[axis] != 1 else []
-        unindexed = _unindexed(lookup, [axis], labels)
-        before: list[Label] = [("window", d) for d in unindexed if d < axis]
-        after: list[Label] = [("window", d) for d in unindexed if d > axis]
+        unindexed = lookup.unindexed([axis], labels)
+        before = [label for label in unindexed if label[1] < axis]
+        after = [label for label in unindexed if label[1] > axis]
         want = [*before, *lookup.batch_labels, *window, *after]
-        updates = self._neutralize(arrange_labels(c, updates, labels, want), want)
+        updates = self._neutralize(arrange_labels(updates, labels, want), want)
         count = product([*lookup.batch, lookup.sizes[axis]])
         positions = self._windows(positions, lookup.offsets(c, [axis]), lookup.shape[axis], count)
         shape = [*lookup.shape[:axis], count, *lookup.shape[axis + 1 :]]
-        x = c.mb.scatter(
+        x = mb.scatter(
             data=self._pad_end(x, axis),
             indices=positions,
             updates=c.reshape(updates, shape),
@@ -161,44 +149,43 @@ class _Writer:
     def _write_points(self, x: Var, indices: Var, updates: Var, labels: Sequence[Label]) -> Var:
         """Write elements, or slices, at coordinates (scatter_nd)."""
         c, lookup, points = self.c, self.lookup, self.lookup.partial
-        slice_labels: list[Label] = [("window", d) for d in _unindexed(lookup, points, labels)]
+        slice_labels = lookup.unindexed(points, labels)
         order: list[Label] = [*(("window", d) for d in points), *slice_labels]
         coordinates = lookup.matrix(c, indices, points, clamp=True)
         if self.pads_end:
-            flag = c.mb.cast(x=c.mb.expand_dims(x=self.inside, axes=[-1]), dtype="bool")
+            flag = mb.cast(x=mb.expand_dims(x=self.inside, axes=[-1]), dtype="bool")
             end = c.shape([lookup.shape[points[0]], *(0 for _ in points[1:])])
             end = np.array(end, np.int32) if isinstance(end, list) else end
-            coordinates = c.mb.select(cond=flag, a=coordinates, b=end)
+            coordinates = mb.select(cond=flag, a=coordinates, b=end)
         want = [*lookup.batch_labels, *slice_labels]
-        updates = self._neutralize(arrange_labels(c, updates, labels, want), want)
-        x = self._pad_end(arrange_labels(c, x, lookup.labels, order), 0)
-        x = c.mb.scatter_nd(data=x, indices=coordinates, updates=updates, mode=self.mode)
-        return arrange_labels(c, self._crop_end(x, 0), order, lookup.labels)
+        updates = self._neutralize(arrange_labels(updates, labels, want), want)
+        x = self._pad_end(arrange_labels(x, lookup.labels, order), 0)
+        x = mb.scatter_nd(data=x, indices=coordinates, updates=updates, mode=self.mode)
+        return arrange_labels(self._crop_end(x, 0), order, lookup.labels)
 
     def _write_rows(self, x: Var, indices: Any, updates: Var, labels: Sequence[Label]) -> Var:
         """Merge the indexed dimensions, and write rows (scatter)."""
         c, lookup = self.c, self.lookup
         rows = sorted([*lookup.partial, *lookup.batching])
-        unindexed = _unindexed(lookup, rows, labels)
-        row_labels: list[Label] = [("window", d) for d in unindexed]
-        sizes = [lookup.shape[d] for d in (*rows, *unindexed)]
+        row_labels = lookup.unindexed(rows, labels)
+        sizes = [lookup.shape[d] for d in (*rows, *(d for _, d in row_labels))]
         height, width = product(sizes[: len(rows)]), product(sizes[len(rows) :])
         windows: list[Label] = [("window", d) for d in lookup.windows(rows)]
         want = [*lookup.batch_labels, *windows, *row_labels]
-        updates = self._neutralize(arrange_labels(c, updates, labels, want), want)
+        updates = self._neutralize(arrange_labels(updates, labels, want), want)
         count = product([*lookup.batch, *(lookup.sizes[d] for _, d in windows)])
         starts = lookup.rows(c, indices, rows, clamp=True)
         positions = self._windows(starts, lookup.offsets(c, rows), height, count)
         order = [*(lookup.labels[d] for d in rows), *row_labels]
-        x = c.reshape(arrange_labels(c, x, lookup.labels, order), (height, width))
-        x = c.mb.scatter(
+        x = c.reshape(arrange_labels(x, lookup.labels, order), (height, width))
+        x = mb.scatter(
             data=self._pad_end(x, 0),
             indices=positions,
             updates=c.reshape(updates, (count, width)),
             axis=0,
             mode=self.mode,
         )
-        return arrange_labels(c, c.reshape(self._crop_end(x, 0), sizes), order, lookup.labels)
+        return arrange_labels(c.reshape(self._crop_end(x, 0), sizes), order, lookup.labels)
 
     # Windows outside of the tensor
 
@@ -206,18 +193,17 @@ class _Writer:
         """Replace the updates of windows outside of the tensor by the identity element."""
         if self.inside is None or self.pads_end:
             return updates
-        c = self.c
-        flag = arrange_labels(c, self.inside, self.lookup.batch_labels, labels)
-        cond = c.mb.cast(x=flag, dtype="bool")
-        return c.mb.select(cond=cond, a=updates, b=_identity(self.mode, self.dtype))
+        flag = arrange_labels(self.inside, self.lookup.batch_labels, labels)
+        cond = mb.cast(x=flag, dtype="bool")
+        return mb.select(cond=cond, a=updates, b=_identity(self.mode, self.dtype))
 
     def _redirect_outside(self, positions: Var, end: Dim) -> Var:
         """Replace the indices [*batch] of windows outside of the tensor by ``end``."""
         if not self.pads_end:
             return positions
-        c, size = self.c, self.c.size(end)
-        cond = c.mb.cast(x=self.inside, dtype="bool")
-        return c.mb.select(
+        size = self.c.size(end)
+        cond = mb.cast(x=self.inside, dtype="bool")
+        return mb.select(
             cond=cond, a=positions, b=np.int32(size) if isinstance(size, int) else size
         )
 
@@ -227,44 +213,39 @@ class _Writer:
         if offsets is None:
             return c.reshape(self._redirect_outside(starts, end), (count,))
         if not self.pads_end:
-            return spread_windows(c, starts, offsets)
-        positions = c.mb.add(x=c.mb.reshape(x=starts, shape=[-1, 1]), y=offsets)
-        cond = c.mb.cast(x=c.mb.reshape(x=self.inside, shape=[-1, 1]), dtype="bool")
+            return spread_windows(starts, offsets)
+        positions = mb.add(x=mb.reshape(x=starts, shape=[-1, 1]), y=offsets)
+        cond = mb.cast(x=mb.reshape(x=self.inside, shape=[-1, 1]), dtype="bool")
         size = c.size(end)
         end_position = np.int32(size) if isinstance(size, int) else size
-        return c.mb.reshape(x=c.mb.select(cond=cond, a=positions, b=end_position), shape=[-1])
+        return mb.reshape(x=mb.select(cond=cond, a=positions, b=end_position), shape=[-1])
 
     def _pad_end(self, x: Var, axis: int) -> Var:
         """Return ``x`` with an extra row at the end of an axis, a copy of the first."""
         if not self.pads_end:
             return x
         is_unsliced = [n != axis for n in range(x.rank)]
-        extra_row = self.c.mb.slice_by_index(
+        extra_row = mb.slice_by_index(
             x=x,
             begin=[0] * x.rank,
             end=[int(n == axis) for n in range(x.rank)],
             begin_mask=is_unsliced,
             end_mask=is_unsliced,
         )
-        return self.c.mb.concat(values=[x, extra_row], axis=axis)
+        return mb.concat(values=[x, extra_row], axis=axis)
 
     def _crop_end(self, x: Var, axis: int) -> Var:
         """Return ``x`` without the extra row."""
         if not self.pads_end:
             return x
         is_unsliced = [n != axis for n in range(x.rank)]
-        return self.c.mb.slice_by_index(
+        return mb.slice_by_index(
             x=x,
             begin=[0] * x.rank,
             end=[-int(n == axis) for n in range(x.rank)],
             begin_mask=[True] * x.rank,
             end_mask=is_unsliced,
         )
-
-
-def _unindexed(lookup: Lookup, indexed: Sequence[int], labels: Sequence[Label]) -> list[int]:
-    """Return the unindexed dimensions of the updates."""
-    return [d for d in range(len(lookup.shape)) if d not in indexed and ("window", d) in labels]
 
 
 def _identity(mode: str, dtype: DType) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, const, convert
 from coreml_delegate.graph.emitter import (
     Emitter,
+    elementwise,
     normalize_axes,
     normalize_axis,
     operation,
@@ -22,11 +23,11 @@ from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.axes import (
     Axes,
     counting,
-    known_elements,
     permute,
     require_rank,
     sizes_of,
 )
+from coreml_delegate.graph.sizes import known_elements
 from coreml_delegate.graph.tensor_types import (
     ALL,
     NUMBERS,
@@ -36,6 +37,7 @@ from coreml_delegate.graph.tensor_types import (
     product,
     simplify,
 )
+from coreml_delegate.mil.compose import mb
 
 # The program computes an iota of more elements at run time.
 _MOST_STORED = 4096
@@ -47,9 +49,9 @@ def _compose_reshape(c: Composer, node: Node, x: Var) -> Var:
     if len(unknown) > 1 and same_shape(_long_sizes(have), _long_sizes(want)):
         # Axes of size 1 are removed and added, so that no symbolic size is computed.
         short = [axis for axis, size in enumerate(have) if size == 1]
-        x = c.mb.squeeze(x=x, axes=short) if short else x
+        x = mb.squeeze(x=x, axes=short) if short else x
         added = [axis for axis, size in enumerate(want) if size == 1]
-        return c.mb.expand_dims(x=x, axes=added) if added else x
+        return mb.expand_dims(x=x, axes=added) if added else x
     return x if same_shape(have, want) else c.reshape(x, want)
 
 
@@ -70,7 +72,7 @@ def _compose_broadcast_in_dim(c: Composer, node: Node, x: Var) -> Var:
         sizes[dimension] = have[axis]
     if len(want) <= MOST_AXES:
         added = [axis for axis in range(len(want)) if axis not in dimensions]
-        return c.broadcast(c.mb.expand_dims(x=x, axes=added) if added else x, want)
+        return c.broadcast(mb.expand_dims(x=x, axes=added) if added else x, want)
     for axis, size in enumerate(want):
         if sizes[axis] == 1 and size != 1:
             before, after = product(sizes[:axis]), product(sizes[axis + 1 :])
@@ -88,7 +90,7 @@ def _compose_concatenate(c: Composer, node: Node, *values: Var | None) -> Var:
     axes = Axes.of(
         [None if axis == dimension else axis > dimension for axis in range(len(shapes[0]))]
     )
-    joined = c.mb.concat(
+    joined = mb.concat(
         values=[axes.merge(c, v, shape) for v, shape in nonempty],
         axis=axes.groups.index((dimension,)),
     )
@@ -101,7 +103,7 @@ def _compose_reverse(c: Composer, node: Node, x: Var) -> Var:
         return x
     axes = Axes.of([None if axis in dimensions else 0 for axis in range(node.type.rank)])
     x = axes.merge(c, x, node.type.shape)
-    x = c.mb.reverse(x=x, axes=[axes.groups.index((axis,)) for axis in dimensions])
+    x = mb.reverse(x=x, axes=[axes.groups.index((axis,)) for axis in dimensions])
     return axes.split(c, x, node.type.shape)
 
 
@@ -112,10 +114,10 @@ def _compose_iota(c: Composer, node: Node) -> Var:
         column = np.arange(size).astype(type.dtype.numpy)
         if type.is_static and type.count <= _MOST_STORED:
             column = column.reshape([-1 if n == dimension else 1 for n in range(type.rank)])
-            return c.const(np.broadcast_to(column, type.static_shape), type.dtype)
-        column = c.const(column, type.dtype)
+            return const(np.broadcast_to(column, type.static_shape), type.dtype)
+        column = const(column, type.dtype)
     else:
-        column = c.convert(counting(c, size), DType.INT32, type.dtype)
+        column = convert(counting(c, size), DType.INT32, type.dtype)
     axes = Axes.of([None if n == dimension else n > dimension for n in range(type.rank)])
     column_shape = [size if group == (dimension,) else 1 for group in axes.groups]
     spread = c.broadcast(c.reshape(column, column_shape), axes.shape(type.shape))
@@ -132,7 +134,7 @@ def _compose_barrier(_: Composer, __: Node, *values: Var) -> tuple[Var, ...]:
 
 def _compose_dimension_size(c: Composer, node: Node, _: Var) -> Var:
     size = c.size(node.types[0].shape[node["dimension"]])
-    return c.const(np.int32(size)) if isinstance(size, int) else size
+    return const(np.int32(size)) if isinstance(size, int) else size
 
 
 class Shapes(Emitter):
@@ -254,12 +256,12 @@ class Shapes(Emitter):
             )
         return self.emit("iota", (), TensorType(element, target), dimension=axis, elements=elements)
 
-    @operation(ALL, _compose_identity)
+    @elementwise(ALL, _compose_identity)
     def identity(self, x: Value) -> Value:
         """Return the tensor itself."""
         return self.emit("identity", (x,), x.type, elements=x.elements)
 
-    @operation(ALL, _compose_barrier)
+    @elementwise(ALL, _compose_barrier)
     def optimization_barrier(self, *values: Value) -> tuple[Value, ...]:
         """Return the tensors themselves: the order of computation has no effect on a result."""
         return self.emit("optimization_barrier", values, [value.type for value in values])
@@ -320,11 +322,7 @@ class Shapes(Emitter):
 
     @operation(NUMBERS)
     def dynamic_iota(
-        self,
-        dtype: Any,
-        shape: Value,
-        dimension: int,
-        result_shape: Sequence[Dim] | None = None,
+        self, dtype: Any, shape: Value, dimension: int, result_shape: Sequence[Dim] | None = None
     ) -> Value:
         """Return ``iota`` in a shape that is a value; see ``dynamic_reshape``."""
         return self.iota(dtype, known_sizes("dynamic_iota", shape, result_shape), dimension)

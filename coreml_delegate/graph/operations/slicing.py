@@ -19,12 +19,13 @@ from coreml_delegate.graph.operations.axes import (
     clamp_index,
     counting,
     join,
-    known_elements,
     require_rank,
     sizes_of,
 )
 from coreml_delegate.graph.operations.shapes import known_sizes
+from coreml_delegate.graph.sizes import known_elements
 from coreml_delegate.graph.tensor_types import ALL, Dim, TensorType, simplify
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.movement import pad
 from coreml_delegate.targets import Opset
 
@@ -41,7 +42,7 @@ def _compose_slice(c: Composer, node: Node, x: Var) -> Var:
     axes = Axes.of([flag or None for flag in is_full])
     masks = axes.pick(is_full)
     steps = axes.pick(strides)
-    x = c.mb.slice_by_index(
+    x = mb.slice_by_index(
         x=axes.merge(c, x, shape),
         begin=c.shape(axes.pick(start)),
         end=c.shape([0 if m else high for m, high in zip(masks, axes.pick(limit), strict=True)]),
@@ -90,14 +91,14 @@ def _region(
     if all(is_full):
         return axes, None
     parts = [
-        0 if full else as_index(c, start, type.dtype)
+        0 if full else as_index(start, type.dtype)
         for full, start, type in zip(is_full, starts, node.types[first_start:], strict=True)
     ]
     limits = [
         0 if full else simplify(have - size)
         for full, have, size in zip(is_full, shape, sizes, strict=True)
     ]
-    return axes, clamp_index(c, join(c, axes.pick(parts)), axes.pick(limits))
+    return axes, clamp_index(c, join(axes.pick(parts)), axes.pick(limits))
 
 
 def slice_at(c: Composer, x: Var, begin: Var, shape: Sequence[Dim], sizes: Sequence[Dim]) -> Var:
@@ -106,7 +107,7 @@ def slice_at(c: Composer, x: Var, begin: Var, shape: Sequence[Dim], sizes: Seque
         -1 if same_size(size, have) and not isinstance(size, int) else size
         for size, have in zip(sizes, shape, strict=True)
     ]
-    return c.mb.slice_by_size(x=x, begin=begin, size=c.shape(counts))
+    return mb.slice_by_size(x=x, begin=begin, size=c.shape(counts))
 
 
 def write_slice(
@@ -116,8 +117,8 @@ def write_slice(
     is_full = [same_size(size, have) for size, have in zip(sizes, shape, strict=True)]
     if c.opset >= Opset.iOS18:
         span = c.shape([0 if w else size for w, size in zip(is_full, sizes, strict=True)])
-        end = c.mb.add(x=begin, y=np.array(span, np.int32) if isinstance(span, list) else span)
-        return c.mb.slice_update(
+        end = mb.add(x=begin, y=np.array(span, np.int32) if isinstance(span, list) else span)
+        return mb.slice_update(
             x=x, update=update, begin=begin, end=end, begin_mask=is_full, end_mask=is_full
         )
     return _write_axes(c, x, update, begin, sizes, [n for n, w in enumerate(is_full) if not w])
@@ -128,12 +129,12 @@ def _write_axes(
 ) -> Var:
     """Replace a region by a scatter for each axis, on the slices that earlier axes select."""
     axis, *inner_axes = axes
-    start = c.mb.gather(x=begin, indices=np.int32(axis), axis=0)
-    positions = c.mb.add(x=counting(c, sizes[axis]), y=start)
+    start = mb.gather(x=begin, indices=np.int32(axis), axis=0)
+    positions = mb.add(x=counting(c, sizes[axis]), y=start)
     if inner_axes:
-        inner = c.mb.gather(x=x, indices=positions, axis=axis)
+        inner = mb.gather(x=x, indices=positions, axis=axis)
         update = _write_axes(c, inner, update, begin, sizes, inner_axes)
-    return c.mb.scatter(data=x, indices=positions, updates=update, axis=axis, mode="update")
+    return mb.scatter(data=x, indices=positions, updates=update, axis=axis, mode="update")
 
 
 def _compose_pad(c: Composer, node: Node, x: Var | None, value: Var) -> Var:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, ordered
 from coreml_delegate.graph.emitter import Emitter, normalize_axis, operation, same_shape
-from coreml_delegate.graph.node import Closure, Node, Value
-from coreml_delegate.graph.operations.comparators import SortKey, is_elementwise, sort_keys
+from coreml_delegate.graph.node import Closure, Node, Value, require_elementwise
+from coreml_delegate.graph.operations.comparators import SortKey, sort_keys
 from coreml_delegate.graph.operations.fused import around_axis
 from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType
+from coreml_delegate.mil.compose import mb
 
 Comparator = Callable[..., Any] | str
 
@@ -42,41 +43,41 @@ def _sort(
     if "comparator" in node.closures:
         order = _order_by_comparison(c, node, values, shape, axis)
     else:
-        order = _order_by_keys(c, node, values, axis)
+        order = _order_by_keys(node, values, axis)
     if order is None:
         return values
-    return tuple(c.mb.gather_along_axis(x=value, indices=order, axis=axis) for value in values)
+    return tuple(mb.gather_along_axis(x=value, indices=order, axis=axis) for value in values)
 
 
-def _order_by_keys(c: Composer, node: Node, values: Sequence[Var], axis: int) -> Var | None:
+def _order_by_keys(node: Node, values: Sequence[Var], axis: int) -> Var | None:
     """Return the indices that sort by keys; None without keys."""
     order: Var | None = None
     for key in reversed(node["keys"]):
         dtype = node.operands[key.operand].dtype
-        value = c.ordered(values[key.operand], dtype)
+        value = ordered(values[key.operand], dtype)
         passes = [value]
         if key.splits_zeros:
-            passes.insert(0, _sign_of_zero(c, value, dtype))
+            passes.insert(0, _sign_of_zero(value, dtype))
         for tensor in passes:
             current = (
                 tensor
                 if order is None
-                else c.mb.gather_along_axis(x=tensor, indices=order, axis=axis)
+                else mb.gather_along_axis(x=tensor, indices=order, axis=axis)
             )
-            step = c.mb.argsort(x=current, axis=axis, ascending=key.ascending)
+            step = mb.argsort(x=current, axis=axis, ascending=key.ascending)
             if order is None:
                 order = step
             else:
-                order = c.mb.gather_along_axis(x=order, indices=step, axis=axis)
+                order = mb.gather_along_axis(x=order, indices=step, axis=axis)
     return order
 
 
-def _sign_of_zero(c: Composer, x: Var, dtype: DType) -> Var:
+def _sign_of_zero(x: Var, dtype: DType) -> Var:
     """Return 0 where ``x`` is -0, else 1, as int32."""
     zero = dtype.storage_numpy.type(0)
-    is_negative = c.mb.less(x=c.mb.real_div(x=dtype.storage_numpy.type(1), y=x), y=zero)
-    is_negative_zero = c.mb.logical_and(x=c.mb.equal(x=x, y=zero), y=is_negative)
-    return c.mb.cast(x=c.mb.logical_not(x=is_negative_zero), dtype="int32")
+    is_negative = mb.less(x=mb.real_div(x=dtype.storage_numpy.type(1), y=x), y=zero)
+    is_negative_zero = mb.logical_and(x=mb.equal(x=x, y=zero), y=is_negative)
+    return mb.cast(x=mb.logical_not(x=is_negative_zero), dtype="int32")
 
 
 def _order_by_comparison(
@@ -92,30 +93,30 @@ def _order_by_comparison(
     row_shape = [int(shape[n]) for n in axes]
     arguments: list[Var] = []
     for value, operand in zip(values, node.operands, strict=True):
-        transposed = value if axes == sorted(axes) else c.mb.transpose(x=value, perm=axes)
+        transposed = value if axes == sorted(axes) else mb.transpose(x=value, perm=axes)
         rows = c.reshape(transposed, (-1, count))
         if operand.dtype is DType.BOOL:  # stored as int32 by a sort
-            rows = c.mb.cast(x=rows, dtype="bool")
-        arguments += [c.mb.expand_dims(x=rows, axes=[2]), c.mb.expand_dims(x=rows, axes=[1])]
+            rows = mb.cast(x=rows, dtype="bool")
+        arguments += [mb.expand_dims(x=rows, axes=[2]), mb.expand_dims(x=rows, axes=[1])]
     (flag,) = c.call(comparator, arguments)
     pairs = (int(np.prod(row_shape[:-1], dtype=np.int64)), count, count)
-    before = c.broadcast(c.mb.cast(x=flag, dtype="int32"), pairs)
-    either = c.mb.add(x=before, y=c.mb.transpose(x=before, perm=[0, 2, 1]))
-    equal = c.mb.sub(x=np.int32(1), y=c.mb.minimum(x=either, y=np.int32(1)))
+    before = c.broadcast(mb.cast(x=flag, dtype="int32"), pairs)
+    either = mb.add(x=before, y=mb.transpose(x=before, perm=[0, 2, 1]))
+    equal = mb.sub(x=np.int32(1), y=mb.minimum(x=either, y=np.int32(1)))
     # The diagonal, i = j, adds 1 to all ranks.
-    equal_up_to = c.mb.band_part(x=equal, lower=0, upper=-1)
-    rank = c.mb.reduce_sum(x=c.mb.add(x=before, y=equal_up_to), axes=[1], keep_dims=False)
-    order = c.reshape(c.mb.argsort(x=rank, axis=-1, ascending=True), row_shape)
+    equal_up_to = mb.band_part(x=equal, lower=0, upper=-1)
+    rank = mb.reduce_sum(x=mb.add(x=before, y=equal_up_to), axes=[1], keep_dims=False)
+    order = c.reshape(mb.argsort(x=rank, axis=-1, ascending=True), row_shape)
     inverse = [axes.index(n) for n in range(len(axes))]
-    return order if axes == sorted(axes) else c.mb.transpose(x=order, perm=inverse)
+    return order if axes == sorted(axes) else mb.transpose(x=order, perm=inverse)
 
 
 def _compose_top_k(c: Composer, node: Node, x: Var) -> tuple[Var, Var]:
     dtype, shape = node.operands[0].dtype, node.types[0].shape
     if len(shape) > MOST_AXES:
         x = c.reshape(x, (-1, shape[-1]))
-    values, indices = c.mb.topk(x=c.ordered(x, dtype), k=node["k"], axis=-1, ascending=False)
-    values = c.ordered(values, dtype)  # ``ordered`` is its own inverse
+    values, indices = mb.topk(x=ordered(x, dtype), k=node["k"], axis=-1, ascending=False)
+    values = ordered(values, dtype)  # ``ordered`` is its own inverse
     if len(shape) > MOST_AXES:
         return c.reshape(values, (-1,)), c.reshape(indices, (-1,))
     return values, indices
@@ -170,11 +171,7 @@ class Sorting(Emitter):
         keys = sort_keys(closure)
         if keys is not None:
             return self.emit("sort", values, types, dimension=axis, keys=keys)
-        if not is_elementwise(closure):
-            raise GraphError(
-                "the comparator is not made of operations on each element only",
-                got=", ".join(sorted({node.name for node in closure.scope.nodes})),
-            )
+        require_elementwise("the comparator", closure)
         counted = self._counting_comparator(comparator, types, axis)
         return self.emit(
             "sort", values, types, closures={"comparator": counted}, dimension=axis, keys=()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, const, ordered, wrap
 from coreml_delegate.graph.operations.byte_tables import combine_constant, combine_words
 from coreml_delegate.graph.operations.shifts import shift_right_word
 from coreml_delegate.graph.tensor_types import DType, TensorType
+from coreml_delegate.mil.compose import mb
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -34,22 +35,22 @@ def compose(c: Composer, state: Var, bits: TensorType) -> tuple[Var, Var | None]
     axis = _split_axis(shape)
     half = (*shape[:axis], -(-shape[axis] // 2), *shape[axis + 1 :])
     count = int(np.prod(half))
-    key_low, key_high, low, high = c.mb.split(x=state, num_splits=4, axis=0)
-    new_low = c.mb.add(x=low, y=np.int32(count))
-    new_words = [key_low, key_high, new_low, _carry_bit(c, new_low, low, high)]
-    new_state = c.mb.concat(values=new_words, axis=0)
-    totals = _totals(c, low, count)
-    counters = (totals, _carry_bit(c, totals, low, high))
-    words = _rounds(c, (key_low, key_high), counters)
+    key_low, key_high, low, high = mb.split(x=state, num_splits=4, axis=0)
+    new_low = mb.add(x=low, y=np.int32(count))
+    new_words = [key_low, key_high, new_low, _carry_bit(new_low, low, high)]
+    new_state = mb.concat(values=new_words, axis=0)
+    totals = _totals(low, count)
+    counters = (totals, _carry_bit(totals, low, high))
+    words = _rounds((key_low, key_high), counters)
     # The two words of a counter become neighbours along the axis.
     outer, inner = int(np.prod(half[: axis + 1])), int(np.prod(half[axis + 1 :]))
-    columns = [c.mb.reshape(x=word, shape=(outer, 1, inner)) for word in words]
-    pairs = c.mb.concat(values=columns, axis=1)
+    columns = [mb.reshape(x=word, shape=(outer, 1, inner)) for word in words]
+    pairs = mb.concat(values=columns, axis=1)
     rows = (int(np.prod(shape[:axis])), 2 * half[axis], inner)
-    result = c.mb.reshape(x=pairs, shape=rows)
+    result = mb.reshape(x=pairs, shape=rows)
     if shape[axis] % 2:
-        result = c.mb.slice_by_size(x=result, begin=[0, 0, 0], size=[rows[0], shape[axis], inner])
-    return new_state, c.wrap(c.reshape(result, bits.shape), bits.dtype)
+        result = mb.slice_by_size(x=result, begin=[0, 0, 0], size=[rows[0], shape[axis], inner])
+    return new_state, wrap(c.reshape(result, bits.shape), bits.dtype)
 
 
 def _split_axis(shape: tuple[int, ...]) -> int:
@@ -58,40 +59,40 @@ def _split_axis(shape: tuple[int, ...]) -> int:
     return even[0] if even else int(np.argmax(shape))
 
 
-def _totals(c: Composer, low: Var, count: int) -> Var:
+def _totals(low: Var, count: int) -> Var:
     """Return ``low + [0, 1, ..., count - 1]``; from 1,024 on, rows and columns are added."""
     if count <= _ROW:
-        return c.mb.add(x=low, y=c.const(np.arange(count, dtype=np.int32)))
+        return mb.add(x=low, y=const(np.arange(count, dtype=np.int32)))
     rows = np.arange(-(-count // _ROW), dtype=np.int32)[:, None] * np.int32(_ROW)
-    starts = c.mb.add(x=low, y=c.const(rows))
-    grid = c.mb.add(x=starts, y=c.const(np.arange(_ROW, dtype=np.int32)))
-    flat = c.mb.reshape(x=grid, shape=[-1])
-    return c.mb.slice_by_size(x=flat, begin=[0], size=[count])
+    starts = mb.add(x=low, y=const(rows))
+    grid = mb.add(x=starts, y=const(np.arange(_ROW, dtype=np.int32)))
+    flat = mb.reshape(x=grid, shape=[-1])
+    return mb.slice_by_size(x=flat, begin=[0], size=[count])
 
 
-def _carry_bit(c: Composer, total: Var, low: Var, high: Var) -> Var:
+def _carry_bit(total: Var, low: Var, high: Var) -> Var:
     """Return the high word of a counter whose low word became ``total``: carry if it wrapped."""
-    ordered = [c.ordered(word, DType.UINT32) for word in (total, low)]
-    carry = c.mb.cast(x=c.mb.less(x=ordered[0], y=ordered[1]), dtype="int32")
-    return c.mb.add(x=high, y=carry)
+    is_wrapped = mb.less(x=ordered(total, DType.UINT32), y=ordered(low, DType.UINT32))
+    carry = mb.cast(x=is_wrapped, dtype="int32")
+    return mb.add(x=high, y=carry)
 
 
-def _rounds(c: Composer, key: tuple[Var, Var], counter: tuple[Var, Var]) -> tuple[Var, Var]:
+def _rounds(key: tuple[Var, Var], counter: tuple[Var, Var]) -> tuple[Var, Var]:
     """Return two random words for each counter."""
     first, second = key
-    mixed = combine_words(c, np.bitwise_xor, first, second)
-    keys = (first, second, combine_constant(c, np.bitwise_xor, DType.UINT32, mixed, _PARITY))
-    x, y = (c.mb.add(x=word, y=part) for word, part in zip(counter, key, strict=True))
+    mixed = combine_words(np.bitwise_xor, first, second)
+    keys = (first, second, combine_constant(np.bitwise_xor, DType.UINT32, mixed, _PARITY))
+    x, y = (mb.add(x=word, y=part) for word, part in zip(counter, key, strict=True))
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
-            x = c.mb.add(x=x, y=y)
-            y = combine_words(c, np.bitwise_xor, _rotate_left(c, y, rotation), x)
-        x = c.mb.add(x=x, y=keys[(group + 1) % 3])
-        y = c.mb.add(x=y, y=c.mb.add(x=keys[(group + 2) % 3], y=np.int32(group + 1)))
+            x = mb.add(x=x, y=y)
+            y = combine_words(np.bitwise_xor, _rotate_left(y, rotation), x)
+        x = mb.add(x=x, y=keys[(group + 1) % 3])
+        y = mb.add(x=y, y=mb.add(x=keys[(group + 2) % 3], y=np.int32(group + 1)))
     return x, y
 
 
-def _rotate_left(c: Composer, x: Var, count: int) -> Var:
+def _rotate_left(x: Var, count: int) -> Var:
     """Return ``(x << count) | (x >>> 32 - count)``."""
-    up = c.mb.mul(x=x, y=np.int32(1 << count))
-    return c.mb.add(x=up, y=shift_right_word(c, x, 32 - count))
+    up = mb.mul(x=x, y=np.int32(1 << count))
+    return mb.add(x=up, y=shift_right_word(x, 32 - count))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from coreml_delegate.graph.bodies import (
     trace_body,
     trace_wide,
 )
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, const, ordered, wrap
 from coreml_delegate.graph.emitter import Emitter, operation, same_shape
 from coreml_delegate.graph.node import Closure, Node, Value
 from coreml_delegate.graph.operations.reduction import (
@@ -31,56 +30,41 @@ from coreml_delegate.graph.operations.reduction import (
     check_initial,
     compose_cumulative,
 )
-from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, product, simplify
-from coreml_delegate.graph.window_sizes import (
-    Pairs,
-    dilated_size,
-    each_axis,
-    window_count,
-    window_padding,
-)
+from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, product
+from coreml_delegate.graph.window_sizes import SlidingWindows, each_axis, window_count
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.movement import pad, take
 
 # MIL pools up to three axes, beside the batch and the channels.
 _POOLED_AXES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class _Windows:
-    """Sliding windows: size, strides, padding and dilations for each axis."""
-
-    window: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: Pairs
-    base_dilation: tuple[int, ...]
-    window_dilation: tuple[int, ...]
-
-    @property
-    def active(self) -> list[int]:
-        """The axes along which the windows do not just copy the tensor."""
-        parameters = zip(self.window, self.strides, self.padding, self.base_dilation, strict=True)
-        return [axis for axis, values in enumerate(parameters) if values != (1, 1, (0, 0), 1)]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether neither the tensor nor the window is dilated, and nothing is cropped."""
-        dilations = (*self.base_dilation, *self.window_dilation)
-        return max(dilations, default=1) == 1 and min(map(min, self.padding), default=0) >= 0
-
-    def running_axis(self, shape: Sequence[Dim]) -> tuple[int, bool] | None:
-        """Return the axis of a cumulative reduction, and whether it is reversed; else None."""
-        if len(self.active) != 1 or not self.is_plain:
-            return None
-        (axis,) = self.active
-        size = shape[axis]
-        if self.window[axis] != size or self.strides[axis] != 1:
-            return None
-        reach = self.window[axis] - 1
-        reversals = {(reach, 0): False, (0, reach): True}
-        return (axis, reversals[self.padding[axis]]) if self.padding[axis] in reversals else None
+def _active(windows: SlidingWindows) -> list[int]:
+    """Return the axes along which the windows do not just copy the tensor."""
+    axes = zip(windows.window, windows.strides, windows.padding, windows.base_dilation, strict=True)
+    return [axis for axis, values in enumerate(axes) if values != (1, 1, (0, 0), 1)]
 
 
-def _steps(windows: _Windows) -> Iterator[tuple[int, int, int]]:
+def _is_plain(windows: SlidingWindows) -> bool:
+    """Whether neither the tensor nor the window is dilated, and nothing is cropped."""
+    dilations = (*windows.base_dilation, *windows.window_dilation)
+    return max(dilations, default=1) == 1 and min(map(min, windows.padding), default=0) >= 0
+
+
+def _running_axis(windows: SlidingWindows, shape: Sequence[Dim]) -> tuple[int, bool] | None:
+    """Return the axis of a cumulative reduction, and whether it is reversed; else None."""
+    active = _active(windows)
+    if len(active) != 1 or not _is_plain(windows):
+        return None
+    (axis,) = active
+    reach = windows.window[axis] - 1
+    if reach + 1 != shape[axis] or windows.strides[axis] != 1:
+        return None
+    reversals = {(reach, 0): False, (0, reach): True}
+    return (axis, reversals[windows.padding[axis]]) if windows.padding[axis] in reversals else None
+
+
+def _steps(windows: SlidingWindows) -> Iterator[tuple[int, int, int]]:
     """Yield the steps in which windows grow to their size n: (axis, elements so far, added).
 
     By the bits of n, as in exponentiation by squaring: double, and add 1 where a bit is set. This
@@ -98,9 +82,7 @@ def _steps(windows: _Windows) -> Iterator[tuple[int, int, int]]:
 
 
 def _grow(
-    windows: _Windows,
-    tensors: list[Var],
-    join: Callable[[list[Var], list[Var]], list[Var]],
+    windows: SlidingWindows, tensors: list[Var], join: Callable[[list[Var], list[Var]], list[Var]]
 ) -> list[Var]:
     """Return padded tensors reduced over windows; ``join`` combines two parts of all windows."""
     for axis, steps in itertools.groupby(_steps(windows), key=lambda step: step[0]):
@@ -119,7 +101,7 @@ def _grow(
 
 def _compose_reduce_window(c: Composer, node: Node, *operands: Var) -> Any:
     count = len(node.results)
-    windows: _Windows = node["windows"]
+    windows: SlidingWindows = node["windows"]
     tensors, initial = list(operands[:count]), operands[count:]
     if node["kind"] is not None:
         return (_reduce_by_kind(c, node, tensors[0], initial[0]),)
@@ -135,58 +117,58 @@ def _compose_reduce_window(c: Composer, node: Node, *operands: Var) -> Any:
 
 
 def _pad(c: Composer, node: Node, x: Var, fill: Var) -> Var:
-    windows: _Windows = node["windows"]
+    windows: SlidingWindows = node["windows"]
     shape = node.types[0].shape
     if x is None:
-        return c.broadcast(fill, _padded_shape(windows, shape))
+        return c.broadcast(fill, windows.padded_shape(shape))
     x = spread(c, x, shape, windows.base_dilation, fill)
     return pad(x, windows.padding, fill)
 
 
 def _reduce_by_kind(c: Composer, node: Node, x: Var, initial: Var) -> Var:
-    windows: _Windows = node["windows"]
+    windows: SlidingWindows = node["windows"]
     kind, dtype, shape = node["kind"], node.operands[0].dtype, node.types[0].shape
     has_order = kind in ("maximum", "minimum")
-    scan = windows.running_axis(shape)
+    scan = _running_axis(windows, shape)
     if node["is_identity"]:
         number = identity_element(kind, dtype)
-        initial = c.const(np.int32(number) if dtype is DType.BOOL else number)
+        initial = const(np.int32(number) if dtype is DType.BOOL else number)
         if x is not None and scan is not None:
-            return compose_cumulative(c, kind, dtype, x, *scan)
+            return compose_cumulative(kind, dtype, x, *scan)
         if x is not None and _can_pool(windows, kind, dtype):
             return _pool(c, windows, kind, x, shape, initial)
     x = _pad(c, node, x, initial)
-    x, initial = (c.ordered(var, dtype) if has_order else var for var in (x, initial))
+    x, initial = (ordered(var, dtype) if has_order else var for var in (x, initial))
 
     def join(first: list[Var], second: list[Var]) -> list[Var]:
-        return [combine(c, kind, dtype, first[0], second[0])]
+        return [combine(kind, dtype, first[0], second[0])]
 
     (x,) = _grow(windows, [x], join)
     if not node["is_identity"]:
-        x = combine(c, kind, dtype, x, initial)
-    return c.ordered(x, dtype) if has_order else c.wrap(x, dtype)
+        x = combine(kind, dtype, x, initial)
+    return ordered(x, dtype) if has_order else wrap(x, dtype)
 
 
-def _can_pool(windows: _Windows, kind: str, dtype: DType) -> bool:
+def _can_pool(windows: SlidingWindows, kind: str, dtype: DType) -> bool:
     return (
         dtype.is_float
         and kind in ("add", "maximum", "minimum")
-        and windows.is_plain
-        and 1 <= len(windows.active) <= _POOLED_AXES
+        and _is_plain(windows)
+        and 1 <= len(_active(windows)) <= _POOLED_AXES
     )
 
 
 def _pool(
-    c: Composer, windows: _Windows, kind: str, x: Var, shape: Sequence[Dim], fill: Var
+    c: Composer, windows: SlidingWindows, kind: str, x: Var, shape: Sequence[Dim], fill: Var
 ) -> Var:
     """Return sums or extrema of floats by a pooling op of MIL; a sum is ``mean * window size``."""
-    active = windows.active
+    active = _active(windows)
     other_axes = [axis for axis in range(len(shape)) if axis not in active]
     window = [windows.window[axis] for axis in active]
     pads = [windows.padding[axis] for axis in active]
     # For a device, padding has to be narrower than the window.
     if any(max(pair) >= size for pair, size in zip(pads, window, strict=True)):
-        x, shape = pad(x, windows.padding, fill), _padded_shape(windows, shape)
+        x, shape = pad(x, windows.padding, fill), windows.padded_shape(shape)
         pads = [(0, 0)] * len(pads)
     x, arranged = transpose(c, x, shape, [*other_axes, *active])
     outer, sizes = list(arranged[: len(other_axes)]), arranged[len(other_axes) :]
@@ -199,13 +181,13 @@ def _pool(
         "pad": [amount for pair in pads for amount in pair],
     }
     if kind == "add":
-        mean = c.mb.avg_pool(x=x, exclude_padding_from_average=False, **keywords)
-        x = c.mb.mul(x=mean, y=np.array(math.prod(window), fill.val.dtype)[()])
+        mean = mb.avg_pool(x=x, exclude_padding_from_average=False, **keywords)
+        x = mb.mul(x=mean, y=np.array(math.prod(window), fill.val.dtype)[()])
     elif kind == "maximum":
-        x = c.mb.max_pool(x=x, **keywords)
+        x = mb.max_pool(x=x, **keywords)
     else:
-        negated_min = c.mb.max_pool(x=c.mb.mul(x=x, y=np.array(-1, fill.val.dtype)[()]), **keywords)
-        x = c.mb.mul(x=negated_min, y=np.array(-1, fill.val.dtype)[()])
+        negated_min = mb.max_pool(x=mb.mul(x=x, y=np.array(-1, fill.val.dtype)[()]), **keywords)
+        x = mb.mul(x=negated_min, y=np.array(-1, fill.val.dtype)[()])
     counts = [
         window_count(size, reach, windows.strides[axis], pair)
         for axis, size, reach, pair in zip(active, sizes, window, pads, strict=True)
@@ -227,15 +209,13 @@ def _compose_select_and_scatter(c: Composer, node: Node, x: Var, source: Var, in
     data = c.broadcast(initial, (slots,))
     updates = c.reshape(source, (math.prod(node.types[1].static_shape),))
     if has_order:
-        data, updates = c.ordered(data, dtype), c.ordered(updates, dtype)
+        data, updates = ordered(data, dtype), ordered(updates, dtype)
     modes = {"add": "add", "multiply": "mul", "maximum": "max", "minimum": "min"}
     if dtype is DType.BOOL:
         kind = {"or": "maximum", "and": "minimum"}[kind]
-    scattered = c.mb.scatter(
-        data=data, indices=positions, updates=updates, axis=0, mode=modes[kind]
-    )
+    scattered = mb.scatter(data=data, indices=positions, updates=updates, axis=0, mode=modes[kind])
     scattered = c.reshape(take(scattered, 0, 0, total - slots or None), result.shape)
-    return c.ordered(scattered, dtype) if has_order else c.wrap(scattered, dtype)
+    return ordered(scattered, dtype) if has_order else wrap(scattered, dtype)
 
 
 def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
@@ -243,13 +223,13 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
 
     Also whether every window has a selected element; without it, the position is the tensor's size.
     """
-    windows: _Windows = node["windows"]
+    windows: SlidingWindows = node["windows"]
     shape = node.types[0].static_shape
     grid = node.types[1].static_shape
     pitch = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    zero = c.const(np.zeros((), node.types[0].dtype.storage_numpy))
+    zero = const(np.zeros((), node.types[0].dtype.storage_numpy))
     if node.types[0].dtype is DType.BOOL:
-        zero = c.const(np.int32(0))
+        zero = const(np.int32(0))
     padded = pad(x, windows.padding, zero)
     best = offset = None
     covered = np.zeros((1,) * len(shape), bool)
@@ -262,14 +242,12 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
         ):
             current = take(current, axis, first, first + (count - 1) * stride + 1, stride)
         if best is None:
-            best, offset = current, c.const(np.full(grid, corner_offset, np.int32))
+            best, offset = current, const(np.full(grid, corner_offset, np.int32))
         else:
-            keep = c.call(node.closures["select"], _as_bools(c, node, [best, current]))[0]
-            keep = _only_where(c, keep, covered, inside)
-            best = c.mb.select(cond=keep, a=best, b=current)
-            offset = c.mb.select(
-                cond=keep, a=offset, b=c.const(np.full(grid, corner_offset, np.int32))
-            )
+            keep = c.call(node.closures["select"], _as_bools(node, [best, current]))[0]
+            keep = _only_where(keep, covered, inside)
+            best = mb.select(cond=keep, a=best, b=current)
+            offset = mb.select(cond=keep, a=offset, b=const(np.full(grid, corner_offset, np.int32)))
         covered = covered | inside
     positions = offset
     for axis, (count, stride, (low, _)) in enumerate(
@@ -278,22 +256,20 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
         starts = (np.arange(count, dtype=np.int32) * stride - low) * pitch[axis]
         starts_shape = [count if n == axis else 1 for n in range(len(grid))]
         if starts.any():
-            positions = c.mb.add(
-                x=positions, y=c.const(starts.astype(np.int32).reshape(starts_shape))
-            )
+            positions = mb.add(x=positions, y=const(starts.astype(np.int32).reshape(starts_shape)))
     if not covered.all():
-        end = c.const(np.full(grid, math.prod(shape), np.int32))
-        positions = c.mb.select(cond=c.const(np.broadcast_to(covered, grid)), a=positions, b=end)
+        end = const(np.full(grid, math.prod(shape), np.int32))
+        positions = mb.select(cond=const(np.broadcast_to(covered, grid)), a=positions, b=end)
     return c.reshape(positions, (math.prod(grid),)), bool(covered.all())
 
 
-def _as_bools(c: Composer, node: Node, values: list[Var]) -> list[Var]:
+def _as_bools(node: Node, values: list[Var]) -> list[Var]:
     is_bool = node.types[0].dtype is DType.BOOL
-    return [c.mb.cast(x=x, dtype="bool") for x in values] if is_bool else values
+    return [mb.cast(x=x, dtype="bool") for x in values] if is_bool else values
 
 
 def _inside(
-    windows: _Windows, shape: Sequence[int], grid: Sequence[int], corner: Sequence[int]
+    windows: SlidingWindows, shape: Sequence[int], grid: Sequence[int], corner: Sequence[int]
 ) -> np.ndarray[Any, Any]:
     """Return for each window whether its element at ``corner`` is not padding."""
     inside = np.ones((1,) * len(grid), bool)
@@ -304,15 +280,13 @@ def _inside(
     return inside
 
 
-def _only_where(
-    c: Composer, keep: Var, covered: np.ndarray[Any, Any], inside: np.ndarray[Any, Any]
-) -> Var:
+def _only_where(keep: Var, covered: np.ndarray[Any, Any], inside: np.ndarray[Any, Any]) -> Var:
     """Correct ``keep``: false without a selection so far, true if the next is padding."""
     grid = tuple(keep.shape)
     if not covered.all():
-        keep = c.mb.logical_and(x=keep, y=c.const(np.broadcast_to(covered, grid)))
+        keep = mb.logical_and(x=keep, y=const(np.broadcast_to(covered, grid)))
     if not inside.all():
-        keep = c.mb.logical_or(x=keep, y=c.const(np.broadcast_to(~inside, grid)))
+        keep = mb.logical_or(x=keep, y=const(np.broadcast_to(~inside, grid)))
     return keep
 
 
@@ -354,13 +328,15 @@ class Windows(Emitter):
         """
         tensors, initial = as_values(values), as_values(initial_values)
         check_initial("reduce_window", tensors, initial)
-        windows = _windows(
+        windows = SlidingWindows.of(
             "reduce_window",
             tensors[0].shape,
-            (window, strides, base_dilation, window_dilation),
+            each_axis("reduce_window: window", window, tensors[0].rank),
+            strides,
             padding,
+            {"base_dilation": base_dilation, "window_dilation": window_dilation},
         )
-        shape = _counts(windows, tensors[0].shape)
+        shape = windows.counts(tensors[0].shape)
         kinds = known_kinds(trace_body(self, "body of reduce_window", body, tensors))
         results: tuple[Value, ...]
         if kinds and all(
@@ -419,10 +395,12 @@ class Windows(Emitter):
         """
         name = "select_and_scatter"
         shape = x.type.static_shape
-        windows = _windows(name, shape, (window, strides, None, None), padding)
+        sizes = each_axis(f"{name}: window", window, x.rank)
+        undilated = {"base_dilation": None, "window_dilation": None}
+        windows = SlidingWindows.of(name, shape, sizes, strides, padding, undilated)
         if any(amount < 0 for pair in windows.padding for amount in pair):
             raise GraphError(f"{name}: padding is negative", got=str(windows.padding))
-        counts = _counts(windows, shape)
+        counts = windows.counts(shape)
         if not same_shape(source.shape, counts):
             raise GraphError(
                 f"{name}: the source needs one element for each window",
@@ -448,7 +426,7 @@ class Windows(Emitter):
         )
 
     def _wide_bodies(
-        self, body: Body, tensors: Sequence[Value], windows: _Windows, shape: Sequence[Dim]
+        self, body: Body, tensors: Sequence[Value], windows: SlidingWindows, shape: Sequence[Dim]
     ) -> dict[str, Closure]:
         """Return the traced body for each step of ``_grow``, and for the initial values."""
         name = "body of reduce_window"
@@ -459,7 +437,7 @@ class Windows(Emitter):
         closures: dict[str, Closure] = {}
         if 0 in shape:
             return closures
-        sizes = list(_padded_shape(windows, tensors[0].shape))
+        sizes = list(windows.padded_shape(tensors[0].shape))
         for axis, _, added in _steps(windows):
             sizes[axis] = sizes[axis] - added * windows.window_dilation[axis]
             types = [TensorType(x.dtype, tuple(sizes)) for x in tensors]
@@ -467,41 +445,3 @@ class Windows(Emitter):
         results = [TensorType(x.dtype, tuple(shape)) for x in tensors]
         closures["initial"] = trace_wide(self, name, body, results)
         return closures
-
-
-def _windows(
-    name: str,
-    shape: Sequence[Dim],
-    numbers: Sequence[Sequence[int] | None],
-    padding: str | Sequence[tuple[int, int]] | None,
-) -> _Windows:
-    rank = len(shape)
-    labels = ("window", "strides", "base_dilation", "window_dilation")
-    window, strides, base, dilation = (
-        each_axis(f"{name}: {label}", values, rank)
-        for label, values in zip(labels, numbers, strict=True)
-    )
-    spread_sizes = [dilated_size(n, factor) for n, factor in zip(shape, base, strict=True)]
-    reach = [int(dilated_size(n, factor)) for n, factor in zip(window, dilation, strict=True)]
-    pads = window_padding(name, padding, spread_sizes, reach, strides)
-    return _Windows(window, strides, pads, base, dilation)
-
-
-def _padded_shape(windows: _Windows, shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    return tuple(
-        simplify(dilated_size(size, factor) + sum(pair))
-        for size, factor, pair in zip(shape, windows.base_dilation, windows.padding, strict=True)
-    )
-
-
-def _counts(windows: _Windows, shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    return tuple(
-        window_count(size, int(dilated_size(window, dilation)), stride, (0, 0))
-        for size, window, dilation, stride in zip(
-            _padded_shape(windows, shape),
-            windows.window,
-            windows.window_dilation,
-            windows.strides,
-            strict=True,
-        )
-    )

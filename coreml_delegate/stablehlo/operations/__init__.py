@@ -18,13 +18,7 @@ from coreml_delegate.stablehlo.parse import QUANTIZED
 from coreml_delegate.stablehlo.source_op import Rule
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        **elementwise.RULES,
-        **shapes.RULES,
-        **computing.RULES,
-        **control.RULES,
-        **custom_calls.RULES,
-    }
+    {**elementwise.RULES, **shapes.RULES, **computing.RULES, **control.RULES, **custom_calls.RULES}
 )
 """The rule of every supported operation by name."""
 

@@ -18,39 +18,45 @@ from coreml_delegate.stablehlo.source_op import (
     WideConstant,
     Words,
     beyond_32_bits,
+    calling,
 )
 
 _ALGORITHMS = {"THREE_FRY": "threefry"}
+_GATHER_LISTS = (
+    *("offset_dims", "collapsed_slice_dims", "operand_batching_dims"),
+    *("start_indices_batching_dims", "start_index_map"),
+)
+_SCATTER_LISTS = (
+    *("update_window_dims", "inserted_window_dims", "input_batching_dims"),
+    "scatter_indices_batching_dims",
+)
 
 
-def _several(returned: Any) -> list[Operand]:
-    """Return the builder's result or results as a list."""
-    return [returned] if isinstance(returned, Value) else list(returned)
+def _numbers(source: SourceOp, kind: str, attribute: str = "dimension_numbers") -> Any:
+    """Return an attribute of dimension numbers as an instance of its class in the dialect."""
+    return getattr(dialect("stablehlo"), kind)(source.raw_attribute(attribute))
 
 
 # Contractions
 
 
-def _dot_general(source: SourceOp) -> Value:
-    x, y = source.values
-    numbers = dialect("stablehlo").DotDimensionNumbers(
-        source.raw_attribute("dot_dimension_numbers")
+def _dot_general(source: SourceOp) -> list[Operand]:
+    numbers = _numbers(source, "DotDimensionNumbers", "dot_dimension_numbers")
+    contracting, batching = (
+        (tuple(getattr(numbers, f"lhs_{role}")), tuple(getattr(numbers, f"rhs_{role}")))
+        for role in ("contracting_dimensions", "batching_dimensions")
     )
-    return source.builder.dot_general(
-        x,
-        y,
-        contracting=(
-            tuple(numbers.lhs_contracting_dimensions),
-            tuple(numbers.rhs_contracting_dimensions),
-        ),
-        batching=(tuple(numbers.lhs_batching_dimensions), tuple(numbers.rhs_batching_dimensions)),
+    return source.build(
+        "dot_general",
+        *source.values,
+        contracting=contracting,
+        batching=batching,
         preferred_dtype=source.dtype(),
     )
 
 
-def _dot(source: SourceOp) -> Value:
-    x, y = source.values
-    return source.builder.dot(x, y, preferred_dtype=source.dtype())
+def _dot(source: SourceOp) -> list[Operand]:
+    return source.build("dot", *source.values, preferred_dtype=source.dtype())
 
 
 def _einsum(source: SourceOp) -> Value:
@@ -74,10 +80,6 @@ def _einsum(source: SourceOp) -> Value:
     return source.builder.transpose(result, [order.index(letter) for letter in output])
 
 
-def _convolution(source: SourceOp) -> Value:
-    return _convolve(source, source.pairs("padding"))
-
-
 def _dynamic_conv(source: SourceOp) -> Value:
     padding = source.value(2)
     is_constant = padding.node.name == "constant"
@@ -93,44 +95,34 @@ def _convolve(source: SourceOp, padding: Sequence[tuple[int, int]] | None) -> Va
     return source.builder.convolution(
         source.value(0),
         source.value(1),
-        strides=source.integers("window_strides"),
+        strides=source.argument("window_strides"),
         padding=padding,
-        input_dilation=source.integers("lhs_dilation"),
-        kernel_dilation=source.integers("rhs_dilation"),
+        input_dilation=source.argument("lhs_dilation"),
+        kernel_dilation=source.argument("rhs_dilation"),
         reversal=None if reversal is None else tuple(map(bool, reversal)),
-        layout=_layout(source.raw_attribute("dimension_numbers")),
+        layout=_layout(_numbers(source, "ConvDimensionNumbers")),
         feature_groups=source.attribute("feature_group_count", 1),
         batch_groups=source.attribute("batch_group_count", 1),
         preferred_dtype=source.dtype(),
     )
 
 
-def _layout(attribute: Any) -> str:
+def _layout(numbers: Any) -> str:
     """Return a convolution's dimension numbers as text, like ``NHWC,HWIO->NHWC``."""
-    numbers = dialect("stablehlo").ConvDimensionNumbers(attribute)
-    spatial = list(numbers.input_spatial_dimensions)
-    letters = "0123456789"[: len(spatial)]
-
-    def spell(first: str, axis: int, second: str, second_axis: int, sizes: Sequence[int]) -> str:
-        by_axis = {axis: first, second_axis: second, **dict(zip(sizes, letters, strict=True))}
-        return "".join(by_axis[n] for n in range(len(by_axis)))
-
-    image = spell("N", numbers.input_batch_dimension, "C", numbers.input_feature_dimension, spatial)
-    kernel = spell(
-        "O",
-        numbers.kernel_output_feature_dimension,
-        "I",
-        numbers.kernel_input_feature_dimension,
-        list(numbers.kernel_spatial_dimensions),
-    )
-    output = spell(
-        "N",
-        numbers.output_batch_dimension,
-        "C",
-        numbers.output_feature_dimension,
-        list(numbers.output_spatial_dimensions),
-    )
-    return f"{image},{kernel}->{output}"
+    texts: list[str] = []
+    for tensor, letters in (
+        ("input", {"batch": "N", "feature": "C"}),
+        ("kernel", {"output_feature": "O", "input_feature": "I"}),
+        ("output", {"batch": "N", "feature": "C"}),
+    ):
+        by_axis = {
+            getattr(numbers, f"{tensor}_{role}_dimension"): letter
+            for role, letter in letters.items()
+        }
+        spatial = getattr(numbers, f"{tensor}_spatial_dimensions")
+        by_axis.update({axis: str(n) for n, axis in enumerate(spatial)})
+        texts.append("".join(by_axis[axis] for axis in range(len(by_axis))))
+    return "{},{}->{}".format(*texts)
 
 
 # Reductions and windows
@@ -138,8 +130,8 @@ def _layout(attribute: Any) -> str:
 
 def _reduce(source: SourceOp) -> list[Operand]:
     values, initial = _reduction_operands(source)
-    dimensions = source.integers("dimensions") or ()
-    results = _several(source.builder.reduce(values, initial, dimensions, source.region()))
+    dimensions = source.integers("dimensions")
+    results = source.build("reduce", values, initial, dimensions, *source.regions)
     has_elements = all(values[0].shape[axis] != 0 for axis in dimensions)
     _check_starts(source, results, ("reduce_max", "reduce_min"), has_elements)
     return results
@@ -147,18 +139,17 @@ def _reduce(source: SourceOp) -> list[Operand]:
 
 def _reduce_window(source: SourceOp) -> list[Operand]:
     values, initial = _reduction_operands(source)
-    window, padding = source.integers("window_dimensions") or (), source.pairs("padding")
-    dilations = {name: source.integers(f"{name}s") for name in ("base_dilation", "window_dilation")}
-    results = _several(
-        source.builder.reduce_window(
-            values,
-            initial,
-            source.region(),
-            window=window,
-            strides=source.integers("window_strides"),
-            padding=padding,
-            **dilations,
-        )
+    window, padding = source.integers("window_dimensions"), source.pairs("padding")
+    dilations = {name: source.argument(f"{name}s") for name in ("base_dilation", "window_dilation")}
+    results = source.build(
+        "reduce_window",
+        values,
+        initial,
+        *source.regions,
+        window=window,
+        strides=source.argument("window_strides"),
+        padding=padding,
+        **dilations,
     )
     has_elements = all(n == 1 for steps in dilations.values() for n in steps or ()) and all(
         max(pair) < size for pair, size in zip(padding or (), window, strict=False)
@@ -199,66 +190,53 @@ def _check_starts(
             raise beyond_32_bits(source.name, start)
 
 
-def _select_and_scatter(source: SourceOp) -> Value:
-    x, values, initial = source.values
-    return source.builder.select_and_scatter(
-        x,
-        values,
-        initial,
-        source.region(0),
-        source.region(1),
-        window=source.integers("window_dimensions") or (),
-        strides=source.integers("window_strides"),
+def _select_and_scatter(source: SourceOp) -> list[Operand]:
+    return source.build(
+        "select_and_scatter",
+        *source.values,
+        *source.regions,
+        window=source.integers("window_dimensions"),
+        strides=source.argument("window_strides"),
         padding=source.pairs("padding"),
     )
-
-
-def _batch_norm_inference(source: SourceOp) -> Value:
-    x, scale, offset, mean, variance = source.values
-    epsilon, axis = source.attribute("epsilon"), source.attribute("feature_index")
-    return source.builder.batch_norm_inference(x, scale, offset, mean, variance, epsilon, axis)
 
 
 # Indexing
 
 
-def _gather(source: SourceOp) -> Value:
-    return _gather_slices(source, source.integers("slice_sizes") or ())
+def _gather(source: SourceOp) -> list[Operand]:
+    return _gather_slices(source, source.integers("slice_sizes"))
 
 
-def _dynamic_gather(source: SourceOp) -> Value:
+def _dynamic_gather(source: SourceOp) -> list[Operand]:
     sizes = source.value(2).elements
     if sizes is None:
         raise source.refusal("the sizes of slices have to be known")
     return _gather_slices(source, sizes)
 
 
-def _gather_slices(source: SourceOp, sizes: Sequence[Any]) -> Value:
-    numbers = dialect("stablehlo").GatherDimensionNumbers(source.raw_attribute("dimension_numbers"))
-    return source.builder.gather(
+def _gather_slices(source: SourceOp, sizes: Sequence[Any]) -> list[Operand]:
+    numbers = _numbers(source, "GatherDimensionNumbers")
+    return source.build(
+        "gather",
         source.value(0),
         source.value(1),
-        offset_dims=tuple(numbers.offset_dims),
-        collapsed_slice_dims=tuple(numbers.collapsed_slice_dims),
-        operand_batching_dims=tuple(numbers.operand_batching_dims),
-        start_indices_batching_dims=tuple(numbers.start_indices_batching_dims),
-        start_index_map=tuple(numbers.start_index_map),
+        **{name: tuple(getattr(numbers, name)) for name in _GATHER_LISTS},
         index_vector_dim=numbers.index_vector_dim,
         slice_sizes=tuple(sizes),
-        indices_are_sorted=bool(source.attribute("indices_are_sorted", False)),
     )
 
 
 def _scatter(source: SourceOp) -> list[Operand]:
     values, count = source.values, len(source.operands) // 2
     tensors, indices, updates = values[:count], values[count], values[count + 1 :]
-    numbers = dialect("stablehlo").ScatterDimensionNumbers(
-        source.raw_attribute("scatter_dimension_numbers")
-    )
+    numbers = _numbers(source, "ScatterDimensionNumbers", "scatter_dimension_numbers")
     scalars = [TensorType(x.dtype, ()) for x in tensors]
-    body = source.builder.trace("body", source.region(), scalars * 2)
+    (region,) = source.regions
+    body = source.builder.trace("body", region, scalars * 2)
     body.check(scalars * 2, scalars)
-    return [
+    lists: dict[str, Any] = {name: tuple(getattr(numbers, name)) for name in _SCATTER_LISTS}
+    results: list[Operand] = [
         source.builder.scatter(
             x,
             indices,
@@ -269,37 +247,23 @@ def _scatter(source: SourceOp) -> list[Operand]:
                 parameters=(body.parameters[n], body.parameters[count + n]),
                 results=(body.results[n],),
             ),
-            update_window_dims=tuple(numbers.update_window_dims),
-            inserted_window_dims=tuple(numbers.inserted_window_dims),
-            input_batching_dims=tuple(numbers.input_batching_dims),
-            scatter_indices_batching_dims=tuple(numbers.scatter_indices_batching_dims),
+            **lists,
             scatter_dims_to_operand_dims=tuple(numbers.scattered_dims_to_operand_dims),
             index_vector_dim=numbers.index_vector_dim,
-            indices_are_sorted=bool(source.attribute("indices_are_sorted", False)),
-            unique_indices=bool(source.attribute("unique_indices", False)),
         )
         for n, (x, update) in enumerate(zip(tensors, updates, strict=True))
     ]
+    return results
 
 
 # Sorts and random bits
 
 
 def _sort(source: SourceOp) -> list[Operand]:
-    comparator = source.region()
-
-    def single(*values: Value) -> Value:
-        (result,) = comparator(*values)
-        return result
-
     values = source.values
-    dimension = source.attribute("dimension", values[0].rank - 1)
-    is_stable = bool(source.attribute("is_stable", False))
-    return _several(source.builder.sort(values, dimension, single, is_stable))
-
-
-def _top_k(source: SourceOp) -> list[Operand]:
-    return list(source.builder.top_k(source.value(0), source.attribute("k")))
+    return source.build(
+        "sort", values, source.attribute("dimension", values[0].rank - 1), *source.regions
+    )
 
 
 def _rng_bit_generator(source: SourceOp) -> list[Operand]:
@@ -321,9 +285,11 @@ def _rng_bit_generator(source: SourceOp) -> list[Operand]:
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "chlo.top_k": _top_k,
-        "stablehlo.batch_norm_inference": _batch_norm_inference,
-        "stablehlo.convolution": _convolution,
+        "chlo.top_k": calling("top_k", "k"),
+        "stablehlo.batch_norm_inference": calling(
+            "batch_norm_inference", "epsilon", "feature_index"
+        ),
+        "stablehlo.convolution": lambda source: _convolve(source, source.pairs("padding")),
         "stablehlo.dot": _dot,
         "stablehlo.dot_general": _dot_general,
         "stablehlo.dynamic_conv": _dynamic_conv,

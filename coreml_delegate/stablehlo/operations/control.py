@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -12,37 +11,33 @@ from coreml_delegate.graph import DType, Value
 from coreml_delegate.stablehlo.operations.elementwise import CHLO_UNARY
 from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, Token
 
+_COMPOSITES: Mapping[str, tuple[str, ...]] = {**dict.fromkeys(CHLO_UNARY, ()), "top_k": ("k",)}
+"""Composites of CHLO that are operations of the builder, with the names of their attributes."""
+
 
 def _call(source: SourceOp) -> list[Operand]:
-    return source.reader.call(source.attribute("callee"), source.operands)
+    return source.context.call(source.attribute("callee"), source.operands)
 
 
-def _composite(source: SourceOp) -> Any:
-    name = str(source.attribute("name"))
-    if name in _COMPOSITES:
-        return _COMPOSITES[name](source, source.attribute("composite_attributes", {}))
-    return source.reader.call(source.attribute("decomposition"), source.operands)
+def _composite(source: SourceOp) -> list[Operand]:
+    """Read a composite as an operation that the builder has, else as its decomposition."""
+    dialect, _, name = str(source.attribute("name")).partition(".")
+    if dialect == "chlo" and name in _COMPOSITES:
+        attributes = source.attribute("composite_attributes", {})
+        return source.build(name, *source.values, *(attributes[n] for n in _COMPOSITES[name]))
+    return source.context.call(source.attribute("decomposition"), source.operands)
 
 
 def _while(source: SourceOp) -> list[Operand]:
-    return list(source.builder.while_(_single(source.region(0)), source.region(1), *source.values))
-
-
-def _single(function: Callable[..., Any]) -> Callable[..., Any]:
-    def first(*arguments: Value) -> Any:
-        (result,) = function(*arguments)
-        return result
-
-    return first
+    return source.build("while_", *source.regions, *source.values)
 
 
 def _if(source: SourceOp) -> list[Operand]:
-    return list(source.builder.if_(source.value(0), source.region(0), source.region(1)))
+    return source.build("if_", source.value(0), *source.regions)
 
 
 def _case(source: SourceOp) -> list[Operand]:
-    branches = [source.region(n) for n in range(source.region_count)]
-    return list(source.builder.case(source.value(0), branches))
+    return source.build("case", source.value(0), source.regions)
 
 
 def _tuple(source: SourceOp) -> tuple[Operand, ...]:
@@ -68,22 +63,6 @@ def _unchanged(source: SourceOp) -> list[Operand]:
     return list(source.operands)
 
 
-def _direct(method: str) -> Callable[[SourceOp, Mapping[str, Any]], Operand]:
-    def composite(source: SourceOp, _: Mapping[str, Any]) -> Operand:
-        return getattr(source.builder, method)(*source.values)
-
-    return composite
-
-
-def _top_k(source: SourceOp, attributes: Mapping[str, Any]) -> list[Operand]:
-    return list(source.builder.top_k(source.value(0), attributes["k"]))
-
-
-_COMPOSITES: Mapping[str, Callable[[SourceOp, Mapping[str, Any]], Any]] = MappingProxyType(
-    {**{f"chlo.{name}": _direct(name) for name in CHLO_UNARY}, "chlo.top_k": _top_k}
-)
-"""Composites that the builder has an operation for; the others are decomposed."""
-
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "func.call": _call,
@@ -96,6 +75,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "stablehlo.create_token": _token,
         "stablehlo.get_tuple_element": _get_tuple_element,
         "stablehlo.if": _if,
+        "stablehlo.optimization_barrier": _unchanged,
         "stablehlo.partition_id": _only_device,
         "stablehlo.replica_id": _only_device,
         "stablehlo.tuple": _tuple,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from coreml_delegate.graph import Value
+from coreml_delegate.stablehlo.operations.elementwise import CHLO_UNARY
 from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp
 
 _UNCHANGED = frozenset(
@@ -49,6 +49,9 @@ def _custom_call(source: SourceOp) -> list[Operand] | None:
         return list(source.operands[: source.result_count])
     if target in _TARGETS:
         return _TARGETS[target](source)
+    dialect, _, name = target.partition(".")
+    if dialect == "mhlo" and name in CHLO_UNARY:
+        return source.build(name, *source.values)
     reasons = [reason for pattern, reason in _REASONS if pattern.match(target)]
     reason = f"{reasons[0]}" if reasons else "what it computes is not known"
     calls = "Leave callbacks, as of jax.debug.print, out of what is compiled"
@@ -63,18 +66,11 @@ def _attributes(source: SourceOp) -> dict[str, Any]:
     return {}
 
 
-def _direct(method: str) -> Rule:
-    def rule(source: SourceOp) -> list[Operand]:
-        return [getattr(source.builder, method)(*source.values)]
-
-    return rule
-
-
 def _top_k(source: SourceOp) -> list[Operand]:
     attributes = _attributes(source)
     if not attributes.get("largest", True):
         raise source.refusal("it returns the smallest elements")
-    return list(source.builder.top_k(source.value(0), attributes["k"]))
+    return source.build("top_k", source.value(0), attributes["k"])
 
 
 def _approximate_top_k(source: SourceOp) -> list[Operand]:
@@ -83,13 +79,10 @@ def _approximate_top_k(source: SourceOp) -> list[Operand]:
     values = source.values
     values = values[: len(values) // 2]
     (comparator,) = source.attribute("called_computations")
-
-    def compare(*pair: Value) -> Operand:
-        (result,) = source.reader.call(comparator, pair)
-        return result
-
     axis, count = int(attributes["reduction_dim"]), int(attributes["top_k"])
-    ordered = source.builder.sort(values, axis, compare, is_stable=True)
+    ordered = source.builder.sort(
+        values, axis, lambda *pair: source.context.call(comparator, pair), is_stable=True
+    )
     results: list[Operand] = []
     for value in ordered:
         limit = [count if n == axis else size for n, size in enumerate(value.shape)]
@@ -97,20 +90,8 @@ def _approximate_top_k(source: SourceOp) -> list[Operand]:
     return results
 
 
-_TARGETS: Mapping[str, Any] = MappingProxyType(
-    {
-        "ApproxTopK": _approximate_top_k,
-        "mhlo.acos": _direct("acos"),
-        "mhlo.acosh": _direct("acosh"),
-        "mhlo.asin": _direct("asin"),
-        "mhlo.asinh": _direct("asinh"),
-        "mhlo.atanh": _direct("atanh"),
-        "mhlo.cosh": _direct("cosh"),
-        "mhlo.erf": _direct("erf"),
-        "mhlo.sinh": _direct("sinh"),
-        "mhlo.tan": _direct("tan"),
-        "mhlo.topk": _top_k,
-    }
+_TARGETS: Mapping[str, Callable[[SourceOp], list[Operand]]] = MappingProxyType(
+    {"ApproxTopK": _approximate_top_k, "mhlo.topk": _top_k}
 )
 
 RULES: Mapping[str, Rule] = MappingProxyType({"stablehlo.custom_call": _custom_call})

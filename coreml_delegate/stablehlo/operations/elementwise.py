@@ -10,68 +10,34 @@ import numpy as np
 from coreml_delegate.graph import DType, Value
 from coreml_delegate.graph.emitter import same_shape
 from coreml_delegate.graph.tensor_types import Dim
-from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, WideConstant, Words
+from coreml_delegate.stablehlo.source_op import (
+    Operand,
+    Rule,
+    SourceOp,
+    WideConstant,
+    Words,
+    calling,
+)
 
-_UNARY = [
-    "abs",
-    "cbrt",
-    "ceil",
-    "cosine",
-    "count_leading_zeros",
-    "exponential",
-    "exponential_minus_one",
-    "floor",
-    "is_finite",
-    "log",
-    "log_plus_one",
-    "logistic",
-    "negate",
-    "popcnt",
-    "round_nearest_afz",
-    "round_nearest_even",
-    "rsqrt",
-    "sign",
-    "sine",
-    "sqrt",
-    "tan",
-    "tanh",
-]
-_BINARY = [
-    "add",
-    "atan2",
-    "divide",
-    "maximum",
-    "minimum",
-    "multiply",
-    "power",
-    "remainder",
-    "shift_left",
-    "shift_right_arithmetic",
-    "shift_right_logical",
-    "subtract",
-    "xor",
-]
+_UNARY = (
+    *("abs", "cbrt", "ceil", "cosine", "count_leading_zeros", "exponential"),
+    *("exponential_minus_one", "floor", "is_finite", "log", "log_plus_one", "logistic", "negate"),
+    *("popcnt", "round_nearest_afz", "round_nearest_even", "rsqrt", "sign", "sine", "sqrt"),
+    *("tan", "tanh"),
+)
+_BINARY = (
+    *("add", "atan2", "divide", "maximum", "minimum", "multiply", "power", "remainder"),
+    *("shift_left", "shift_right_arithmetic", "shift_right_logical", "subtract", "xor"),
+)
 _MIRRORED = {"EQ": "EQ", "NE": "NE", "LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 _LOGICAL = {"and": "and_", "or": "or_", "not": "not_"}
-CHLO_UNARY = [
-    "acos",
-    "acosh",
-    "asin",
-    "asinh",
-    "atan",
-    "atanh",
-    "cosh",
-    "erf",
-    "erf_inv",
-    "erfc",
-    "is_inf",
-    "sinh",
-    "square",
-    "tan",
-]
+CHLO_UNARY = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "erf", "erf_inv", "erfc"),
+    *("is_inf", "sinh", "square", "tan"),
+)
 """Unary operations of CHLO that the builder has under the same names."""
 
-_CHLO_BROADCAST = [*_BINARY, *(name for name in _LOGICAL if name != "not"), "compare", "select"]
+_CHLO_BROADCAST = (*_BINARY, "and", "or", "compare", "select")
 
 
 def lean(source: SourceOp, values: Sequence[Value]) -> list[Value]:
@@ -79,14 +45,14 @@ def lean(source: SourceOp, values: Sequence[Value]) -> list[Value]:
 
     At least one operand keeps the shape. Otherwise, a model would store each constant broadcast.
     """
-    broadcasts = source.reader.broadcasts
+    broadcasts = source.context.broadcasts
     if all(value in broadcasts for value in values):
         return list(values)
     return [_before_broadcast(source, v) if v in broadcasts else v for v in values]
 
 
 def _before_broadcast(source: SourceOp, value: Value) -> Value:
-    small, dimensions = source.reader.broadcasts[value]
+    small, dimensions = source.context.broadcasts[value]
     if not small.rank:
         return small
     shape: list[Dim] = [1] * value.rank
@@ -179,12 +145,6 @@ def _bitcast_convert(source: SourceOp) -> Operand:
     return source.builder.bitcast_convert(value, source.dtype())
 
 
-def _reduce_precision(source: SourceOp) -> Value:
-    return source.builder.reduce_precision(
-        source.value(0), source.attribute("exponent_bits"), source.attribute("mantissa_bits")
-    )
-
-
 def _is_infinity(sign: float) -> Rule:
     def rule(source: SourceOp) -> Operand:
         x = source.value(0)
@@ -195,7 +155,8 @@ def _is_infinity(sign: float) -> Rule:
 
 
 def _map(source: SourceOp) -> list[Operand]:
-    return list(source.region()(*source.values))
+    (function,) = source.regions
+    return list(function(*source.values))
 
 
 def _broadcasting(name: str) -> Rule:
@@ -242,7 +203,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "stablehlo.map": _map,
         "stablehlo.maximum": _extremum("maximum", "below"),
         "stablehlo.minimum": _extremum("minimum", "above"),
-        "stablehlo.reduce_precision": _reduce_precision,
+        "stablehlo.reduce_precision": calling("reduce_precision", "exponent_bits", "mantissa_bits"),
         "stablehlo.select": _select,
     }
 )

@@ -10,7 +10,14 @@ import numpy as np
 
 from coreml_delegate.graph import Value
 from coreml_delegate.stablehlo.attributes import resource_array, tensor_value
-from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp, WideConstant, Words
+from coreml_delegate.stablehlo.source_op import (
+    Operand,
+    Rule,
+    SourceOp,
+    WideConstant,
+    Words,
+    calling,
+)
 
 # Larger tensors of equal elements become a broadcast scalar.
 _LARGEST_SPLAT = 64
@@ -25,7 +32,7 @@ def _constant(source: SourceOp) -> Value | WideConstant:
     )
     if resource:
         key = resource.group(1).strip('"')
-        content = source.reader.resource(key)
+        content = source.context.resource(key)
         array = resource_array(key, content, dtype, source.shape())
     else:
         array = tensor_value(attribute)
@@ -34,7 +41,7 @@ def _constant(source: SourceOp) -> Value | WideConstant:
         if isinstance(scalar, WideConstant):
             return WideConstant(array)
         repeated = source.builder.broadcast_in_dim(scalar, array.shape, ())
-        source.reader.broadcasts[repeated] = scalar, ()
+        source.context.broadcasts[repeated] = scalar, ()
         return repeated
     return source.constant(array, dtype)
 
@@ -49,7 +56,7 @@ def _reshape(source: SourceOp) -> Operand:
 
 
 def _broadcast_in_dim(source: SourceOp) -> Operand:
-    dimensions, shape = source.integers("broadcast_dimensions") or (), source.shape()
+    dimensions, shape = source.integers("broadcast_dimensions"), source.shape()
     operand = source.operands[0]
     if isinstance(operand, WideConstant) and not operand.array.ndim:
         return WideConstant(np.broadcast_to(operand.array, shape))
@@ -61,14 +68,14 @@ def _broadcast_in_dim(source: SourceOp) -> Operand:
 
 def _dynamic_broadcast_in_dim(source: SourceOp) -> Value:
     x, shape = source.values
-    dimensions = source.integers("broadcast_dimensions") or ()
+    dimensions = source.integers("broadcast_dimensions")
     result = source.builder.dynamic_broadcast_in_dim(x, shape, dimensions)
     return _note_broadcast(source, x, result, dimensions)
 
 
 def _broadcast(source: SourceOp) -> Value:
     x = source.value(0)
-    sizes = source.integers("broadcast_sizes") or ()
+    sizes = source.integers("broadcast_sizes")
     dimensions = tuple(range(len(sizes), len(sizes) + x.rank))
     result = source.builder.broadcast_in_dim(x, (*sizes, *x.shape), dimensions)
     return _note_broadcast(source, x, result, dimensions)
@@ -77,52 +84,22 @@ def _broadcast(source: SourceOp) -> Value:
 def _note_broadcast(
     source: SourceOp, x: Value, result: Value, dimensions: tuple[int, ...]
 ) -> Value:
-    source.reader.broadcasts[result] = x, dimensions
+    source.context.broadcasts[result] = x, dimensions
     return result
-
-
-def _transpose(source: SourceOp) -> Value:
-    return source.builder.transpose(source.value(0), source.integers("permutation") or ())
 
 
 def _concatenate(source: SourceOp) -> Value:
     return source.builder.concatenate(source.values, source.attribute("dimension"))
 
 
-def _slice(source: SourceOp) -> Value:
-    starts, limits, strides = (
-        source.integers(name) for name in ("start_indices", "limit_indices", "strides")
-    )
-    return source.builder.slice(source.value(0), starts or (), limits or (), strides)
-
-
 def _dynamic_slice(source: SourceOp) -> Value:
     x, *starts = source.values
-    return source.builder.dynamic_slice(x, starts, source.integers("slice_sizes") or ())
+    return source.builder.dynamic_slice(x, starts, source.integers("slice_sizes"))
 
 
 def _dynamic_update_slice(source: SourceOp) -> Value:
     x, update, *starts = source.values
     return source.builder.dynamic_update_slice(x, update, starts)
-
-
-def _pad(source: SourceOp) -> Value:
-    x, value = source.values
-    low, high, interior = (
-        source.integers(f"{name}_padding")
-        if name == "interior"
-        else source.integers(f"edge_padding_{name}")
-        for name in ("low", "high", "interior")
-    )
-    return source.builder.pad(x, value, low or (), high or (), interior)
-
-
-def _dynamic_pad(source: SourceOp) -> Value:
-    return source.builder.dynamic_pad(*source.values)
-
-
-def _reverse(source: SourceOp) -> Value:
-    return source.builder.reverse(source.value(0), source.integers("dimensions") or ())
 
 
 def _iota(source: SourceOp) -> Value:
@@ -134,44 +111,28 @@ def _dynamic_iota(source: SourceOp) -> Value:
     return source.builder.dynamic_iota(source.dtype(), source.value(0), dimension)
 
 
-def _dynamic_reshape(source: SourceOp) -> Value:
-    x, shape = source.values
-    return source.builder.dynamic_reshape(x, shape)
-
-
-def _get_dimension_size(source: SourceOp) -> Value:
-    return source.builder.get_dimension_size(source.value(0), source.attribute("dimension"))
-
-
-def _real_dynamic_slice(source: SourceOp) -> Value:
-    return source.builder.real_dynamic_slice(*source.values)
-
-
-def _optimization_barrier(source: SourceOp) -> list[Operand]:
-    return list(source.operands)
-
-
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "chlo.dynamic_reshape": _dynamic_reshape,
+        "chlo.dynamic_reshape": calling("dynamic_reshape"),
         "stablehlo.broadcast": _broadcast,
         "stablehlo.broadcast_in_dim": _broadcast_in_dim,
         "stablehlo.concatenate": _concatenate,
         "stablehlo.constant": _constant,
         "stablehlo.dynamic_broadcast_in_dim": _dynamic_broadcast_in_dim,
         "stablehlo.dynamic_iota": _dynamic_iota,
-        "stablehlo.dynamic_pad": _dynamic_pad,
-        "stablehlo.dynamic_reshape": _dynamic_reshape,
+        "stablehlo.dynamic_pad": calling("dynamic_pad"),
+        "stablehlo.dynamic_reshape": calling("dynamic_reshape"),
         "stablehlo.dynamic_slice": _dynamic_slice,
         "stablehlo.dynamic_update_slice": _dynamic_update_slice,
-        "stablehlo.get_dimension_size": _get_dimension_size,
+        "stablehlo.get_dimension_size": calling("get_dimension_size", "dimension"),
         "stablehlo.iota": _iota,
-        "stablehlo.optimization_barrier": _optimization_barrier,
-        "stablehlo.pad": _pad,
-        "stablehlo.real_dynamic_slice": _real_dynamic_slice,
+        "stablehlo.pad": calling(
+            "pad", "edge_padding_low", "edge_padding_high", "interior_padding"
+        ),
+        "stablehlo.real_dynamic_slice": calling("real_dynamic_slice"),
         "stablehlo.reshape": _reshape,
-        "stablehlo.reverse": _reverse,
-        "stablehlo.slice": _slice,
-        "stablehlo.transpose": _transpose,
+        "stablehlo.reverse": calling("reverse", "dimensions"),
+        "stablehlo.slice": calling("slice", "start_indices", "limit_indices", "strides"),
+        "stablehlo.transpose": calling("transpose", "permutation"),
     }
 )

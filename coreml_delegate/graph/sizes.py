@@ -9,7 +9,9 @@ import numpy as np
 import sympy
 
 from coreml_delegate.graph.node import Value
-from coreml_delegate.graph.tensor_types import Dim, TensorType, simplify
+from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, simplify
+
+_MOST_KNOWN = 16
 
 
 def _quotient(x: Any, y: Any) -> Any:
@@ -31,7 +33,7 @@ def _clamp(low: Any, x: Any, high: Any) -> Any:
     return sympy.Min(sympy.Max(low, x), high)
 
 
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "add": lambda x, y: x + y,
     "subtract": lambda x, y: x - y,
     "multiply": lambda x, y: x * y,
@@ -44,6 +46,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "abs": sympy.Abs,
     "convert": lambda x: x,
 }
+"""Functions of sizes by elementwise operation; their results are None if they are no sizes."""
 
 
 def fold(name: str, type: TensorType, *operands: Value) -> tuple[Dim, ...] | None:
@@ -54,7 +57,7 @@ def fold(name: str, type: TensorType, *operands: Value) -> tuple[Dim, ...] | Non
         type: Type of the result.
         operands: Its operands.
     """
-    if not type.dtype.is_integer or type.rank > 1 or name not in _FUNCTIONS:
+    if not type.dtype.is_integer or type.rank > 1 or name not in FUNCTIONS:
         return None
     parts: list[tuple[Dim, ...]] = []
     for operand in operands:
@@ -65,7 +68,7 @@ def fold(name: str, type: TensorType, *operands: Value) -> tuple[Dim, ...] | Non
     if not isinstance(count, int):
         return None
     repeated = [part * count if len(part) == 1 else part for part in parts]
-    expressions = [_FUNCTIONS[name](*elements) for elements in zip(*repeated, strict=True)]
+    expressions = [FUNCTIONS[name](*elements) for elements in zip(*repeated, strict=True)]
     if any(size is None for size in expressions):
         return None
     sizes = tuple(simplify(size) for size in expressions)
@@ -75,3 +78,27 @@ def fold(name: str, type: TensorType, *operands: Value) -> tuple[Dim, ...] | Non
     if any(isinstance(size, int) and not least <= size <= bounds.max for size in sizes):
         return None
     return sizes
+
+
+def known_elements(
+    function: Callable[..., Any], *values: Value, dtype: DType | None = None
+) -> tuple[Dim, ...] | None:
+    """Return the elements of an integer result of at most 16, which may be a shape, or None.
+
+    Args:
+        function: Takes an object array for each value; returns the array of the result.
+        values: Operands.
+        dtype: Element type of the result; None for the first operand's.
+    """
+    element = dtype or values[0].dtype
+    if not element.is_integer:
+        return None
+    arrays: list[Any] = []
+    for value in values:
+        if value.elements is None or not value.type.is_static:
+            return None
+        array = np.empty(len(value.elements), object)
+        array[:] = value.elements
+        arrays.append(array.reshape(value.type.static_shape))
+    result = np.asarray(function(*arrays), object)
+    return tuple(result.reshape(-1)) if result.size <= _MOST_KNOWN else None

@@ -1,0 +1,188 @@
+"""From a complete graph to the files of its mlpackage: a MIL function, converted by coremltools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import sympy
+
+from coreml_delegate.formats.blob import Buffer as Bytes
+from coreml_delegate.formats.blob_layout import PACKAGE
+from coreml_delegate.graph.compose import Composer, Var, cast_storage, storage_shape
+from coreml_delegate.graph.fusion import fused_nodes
+from coreml_delegate.graph.node import Scope, Value
+from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, linear
+from coreml_delegate.lowering.build import model_files
+from coreml_delegate.lowering.convert import convert_mil
+from coreml_delegate.mil.compose import mb
+from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.patches.third_party import coremltools
+from coreml_delegate.targets import Opset
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A complete graph.
+
+    Attributes:
+        scope: Its nodes.
+        inputs: Parameters that are inputs, by name.
+        outputs: Values that are outputs, by name.
+        states: Parameters that are states, by name, each with the value that replaces it.
+        dimensions: Ranges of symbolic sizes by name.
+    """
+
+    scope: Scope
+    inputs: Mapping[str, Value]
+    outputs: Mapping[str, Value]
+    states: Mapping[str, tuple[Value, Value]]
+    dimensions: Mapping[str, Dimension]
+
+    @property
+    def features(self) -> dict[str, Value]:
+        """Inputs of the model: those with elements, as Core ML has no empty tensors."""
+        return {name: value for name, value in self.inputs.items() if not value.type.is_empty}
+
+
+def package_files(graph: Graph, options: CompileOptions, opset: Opset) -> dict[str, Bytes]:
+    """Return the content of the mlpackage's files by relative path.
+
+    Raises:
+        LoweringError: Core ML cannot express the graph.
+    """
+    prefix = f"{PACKAGE}/"
+    with convert_mil(lambda: (_program(graph, opset), _keywords(graph)), options) as conversion:
+        files = model_files(conversion, is_declared=False)
+    return {path.removeprefix(prefix): cast(Bytes, content) for path, content in files.items()}
+
+
+def _program(graph: Graph, opset: Opset) -> Any:
+    """Return the MIL program, whose function ``main`` computes the outputs and new states."""
+    from coremltools.converters.mil.mil import Function, Program
+
+    composer = Composer(opset, fused_nodes)
+    target = coremltools().target(int(opset))
+    with Function(_placeholders(graph), opset_version=target) as function:
+        for name, value in graph.inputs.items():
+            composer.bind(value, None)
+            if name in graph.features:
+                composer.bind(value, _from_feature(value, function.inputs[name]))
+        for name, (value, _) in graph.states.items():
+            stored = mb.read_state(input=function.inputs[name])
+            composer.bind(value, _from_state(value, stored))
+        new_states = {name: after for name, (_, after) in graph.states.items()}
+        needed_values = [*graph.outputs.values(), *new_states.values()]
+        composer.compose(composer.order(graph.scope, needed_values))
+        for name, value in new_states.items():
+            mb.coreml_update_state(state=function.inputs[name], value=_to_state(composer, value))
+        results = [
+            _to_feature(composer, value, name)
+            for name, value in graph.outputs.items()
+            if not value.type.is_empty
+        ]
+        function.set_outputs(results)
+    program = Program()
+    program.add_function("main", function)
+    return program
+
+
+def _keywords(graph: Graph) -> dict[str, Any]:
+    """Return keywords of ``coremltools.convert``: types of the inputs if shapes are symbolic."""
+    from coremltools.converters.mil.mil import types
+
+    if not graph.dimensions:
+        return {}
+    ct = coremltools()
+    inputs = [
+        ct.TensorType(
+            name=name,
+            shape=ct.Shape(
+                [_range(ct, size, graph.dimensions) for size in storage_shape(value.shape) or (1,)]
+            ),
+            dtype=types.nptype_from_builtin(_feature_dtype(value.dtype)),
+        )
+        for name, value in graph.features.items()
+    ]
+    return {"inputs": inputs}
+
+
+def _placeholders(graph: Graph) -> dict[str, Any]:
+    from coremltools.converters.mil.mil import types
+
+    symbols: dict[sympy.Expr, Any] = {}
+    placeholders = {
+        name: mb.placeholder(
+            shape=_placeholder_shape(value, symbols), dtype=_feature_dtype(value.dtype), name=name
+        )
+        for name, value in graph.features.items()
+    }
+    for name, (value, _) in graph.states.items():
+        shape = storage_shape(value.type.static_shape) or (1,)
+        placeholders[name] = mb.state_tensor_placeholder(shape=shape, dtype=types.fp16)
+    return placeholders
+
+
+def _feature_dtype(dtype: DType) -> Any:
+    """Return coremltools' type of an input or output: Core ML has no inputs of bools."""
+    from coremltools.converters.mil.mil import types
+
+    return types.int32 if dtype is DType.BOOL else getattr(types, dtype.storage_dtype)
+
+
+def _placeholder_shape(value: Value, symbols: dict[sympy.Expr, Any]) -> list[Any]:
+    from coremltools.converters.mil.mil import get_new_symbol
+
+    shape: list[Any] = []
+    for size in storage_shape(value.shape) or (1,):
+        if isinstance(size, sympy.Expr):
+            symbols[size] = symbols.get(size) or get_new_symbol()
+            shape.append(symbols[size])
+        else:
+            shape.append(size)
+    return shape
+
+
+def _range(ct: Any, size: Dim, dimensions: Mapping[str, Dimension]) -> Any:
+    parts = linear(size)
+    if parts is None:
+        return size
+    symbol, slope, offset = parts
+    dimension = dimensions[symbol.name]
+    least, most = (slope * count + offset for count in (dimension.least, dimension.most))
+    return ct.RangeDim(lower_bound=least, upper_bound=most, default=least)
+
+
+def _from_feature(value: Value, var: Var) -> Var:
+    """Convert an input of the MIL function to the value's storage dtype and rank."""
+    if not value.rank:
+        var = mb.squeeze(x=var, axes=[0])
+    return mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
+
+
+def _from_state(value: Value, var: Var) -> Var:
+    """Convert the fp16 elements of a state to the value's storage dtype and rank."""
+    if not value.rank:
+        var = mb.squeeze(x=var, axes=[0])
+    if value.dtype is DType.BOOL:
+        return mb.not_equal(x=var, y=np.float16(0))
+    return cast_storage(var, "fp16", value.dtype.storage_dtype)
+
+
+def _to_state(c: Composer, value: Value) -> Var:
+    """Convert a value to a state's elements: fp16, of rank 1 or more."""
+    var = c.reshape(c.var(value), value.shape or (1,))
+    return cast_storage(var, value.dtype.storage_dtype, "fp16")
+
+
+def _to_feature(c: Composer, value: Value, name: str) -> Var:
+    """Convert a value to an output of this name: bools become int32, rank 0 becomes 1."""
+    var = c.var(value)
+    if value.dtype is DType.BOOL:
+        var = mb.cast(x=var, dtype="int32")
+    if not value.rank:
+        var = mb.expand_dims(x=var, axes=[0])
+    # In Core ML, an output is not an input or a constant, and two outputs are two values.
+    return mb.identity(x=var, name=name)

@@ -7,7 +7,8 @@ engine passes the arguments. Keyword-only parameters are not part of the schema;
 that the engine sets.
 
 An op may have functions for several opsets. A program uses the newest version of its opset. A later
-version of MIL that only adds optional parameters has no function of its own.
+version of MIL that only adds optional parameters has no function of its own. If an earlier version
+lacks a parameter and behaves differently, it is the same function with a value for that parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import importlib
 import inspect
 import pkgutil
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -54,17 +55,25 @@ class Schema(Generic[Form]):
     options: frozenset[str]
 
     @classmethod
-    def read(cls, function: Callable[..., Any], form_of: Callable[[Any], Form]) -> Schema[Form]:
+    def read(
+        cls,
+        function: Callable[..., Any],
+        form_of: Callable[[Any], Form],
+        fixed: Collection[str] = (),
+    ) -> Schema[Form]:
         """Read the schema from a signature.
 
         Args:
             function: A function with annotations of all parameters.
             form_of: Returns the form that an annotation declares.
+            fixed: Names of parameters that this version of the op lacks.
         """
         hints = typing.get_type_hints(function, include_extras=True)
         parameters: dict[str, Parameter[Form]] = {}
         options: set[str] = set()
         for name, parameter in inspect.signature(function).parameters.items():
+            if name in fixed:
+                continue
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 options.add(name)
             else:
@@ -81,13 +90,15 @@ class OpVersion(Generic[Form]):
         op_type: MIL op type.
         since: First opset with this version.
         function: Takes the op's arguments by keyword.
-        schema: The signature of ``function``.
+        schema: The signature of ``function``, without ``fixed``.
+        fixed: Values of parameters that later versions have and this version lacks.
     """
 
     op_type: str
     since: Opset
     function: Callable[..., Any]
     schema: Schema[Form]
+    fixed: Mapping[str, object]
 
 
 Version = TypeVar("Version", bound=OpVersion[Any])

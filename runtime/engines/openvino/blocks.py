@@ -100,7 +100,7 @@ class BlockTranslator:
         if structural is not None:
             return structural(self, op, scope)
         version = TRANSLATIONS.get(op.type, self.opset)
-        arguments = _arguments(op, version.schema.parameters, scope)
+        arguments = {**_arguments(op, version.schema.parameters, scope), **version.fixed}
         if EXACT_NAN in version.schema.options:
             arguments[EXACT_NAN] = self.exact_nan
         result = version.function(**arguments)

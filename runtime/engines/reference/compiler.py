@@ -193,7 +193,7 @@ class _Compiler:
         self, op: Op, sources: dict[str, tuple[Source, ...]], uses: set[int]
     ) -> KernelStep:
         kernel = KERNELS.get(op.type, self._opset)
-        fixed: dict[str, Any] = {}
+        fixed: dict[str, Any] = dict(kernel.fixed)
         fetched: list[tuple[str, Fetch]] = []
         for name, argument in sources.items():
             if any(isinstance(source, int) for source in argument):

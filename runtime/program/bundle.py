@@ -6,7 +6,6 @@ Source: ExecuTorch 1.5, ``devtools/bundled_program/schema``.
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,13 +13,9 @@ import torch
 
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.runtime.program.decoder import DTYPES
-from coreml_delegate.runtime.program.flatbuffer import FlatBuffer, Table
+from coreml_delegate.runtime.program.flatbuffer import F64, I32, I64, U8, FlatBuffer, Table
 
 IDENTIFIER: Final = b"BP08"
-_INT32: Final = struct.Struct("<i")
-_INT64: Final = struct.Struct("<q")
-_DOUBLE: Final = struct.Struct("<d")
-_BYTE: Final = struct.Struct("<B")
 
 Value = torch.Tensor | int | float | bool
 
@@ -76,7 +71,7 @@ def _case(table: Table) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
 
 
 def _value(table: Table) -> Value:
-    kind, content = table.integer(0, _BYTE), table.table(1)
+    kind, content = table.integer(0, U8), table.table(1)
     read: Any = _KINDS.get(kind)
     if read is None or content is None:
         raise BlobFormatError("a value of the bundle has an unknown type", got=str(kind))
@@ -84,8 +79,8 @@ def _value(table: Table) -> Value:
 
 
 def _tensor(table: Table) -> torch.Tensor:
-    number = table.integer(0, _BYTE)
-    sizes, data = table.integers(1, _INT32), table.raw(2)
+    number = table.integer(0, U8)
+    sizes, data = table.integers(1, I32), table.raw(2)
     dtype = DTYPES.get(number)
     expected = -1 if dtype is None else math.prod(sizes) * dtype.itemsize
     if dtype is None or min(sizes, default=0) < 0 or not 0 < len(data) == expected:
@@ -95,7 +90,7 @@ def _tensor(table: Table) -> torch.Tensor:
             "a tensor of the bundle is corrupt",
             got=f"scalar type {number}, sizes {list(sizes)}, {len(data)} bytes",
         )
-    order = table.integers(3, _BYTE) or tuple(range(len(sizes)))
+    order = table.integers(3, U8) or tuple(range(len(sizes)))
     if sorted(order) != list(range(len(sizes))):
         raise BlobFormatError("a tensor of the bundle is corrupt", got=f"dim order {order}")
     stored = torch.frombuffer(bytearray(data), dtype=dtype).reshape([sizes[d] for d in order])
@@ -104,7 +99,7 @@ def _tensor(table: Table) -> torch.Tensor:
 
 _KINDS: Final = {
     1: _tensor,
-    2: lambda table: table.integer(0, _INT64),
-    3: lambda table: bool(table.integer(0, _BYTE)),
-    4: lambda table: table.real(0, _DOUBLE),
+    2: lambda table: table.integer(0, I64),
+    3: lambda table: bool(table.integer(0, U8)),
+    4: lambda table: table.real(0, F64),
 }

@@ -22,7 +22,12 @@ from typing import Final, TypeAlias, cast
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.runtime.program.decoder import decode_named_data, decode_segment
-from coreml_delegate.runtime.program.flatbuffer import FlatBuffer
+from coreml_delegate.runtime.program.flatbuffer import (
+    FlatBuffer,
+    require_identifier,
+    require_index,
+    slice_bytes,
+)
 from coreml_delegate.runtime.program.pte import PteProgram, Source, map_source, named_errors
 
 Sources: TypeAlias = "Source | Sequence[Source]"
@@ -136,13 +141,7 @@ def _check_complete(program: PteProgram, data: ExternalData | None) -> None:
 
 
 def _parse(view: memoryview) -> dict[str, memoryview]:
-    identifier = bytes(view[4:8])
-    if identifier != _IDENTIFIER:
-        raise BlobFormatError(
-            "not a file of external data",
-            got=f"file identifier {identifier!r} in {len(view)} bytes",
-            expected=repr(_IDENTIFIER),
-        )
+    require_identifier(view, _IDENTIFIER, "not a file of external data")
     head = bytes(view[_HEADER_POSITION : _HEADER_POSITION + _HEADER.size])
     if len(head) < _HEADER.size or not head.startswith(_MAGIC):
         raise BlobFormatError("external data lacks its header", got=f"{len(view)} bytes")
@@ -154,19 +153,11 @@ def _parse(view: memoryview) -> dict[str, memoryview]:
             expected=f"at least {max(tables + tables_size, base + size)} bytes",
         )
     root = FlatBuffer(view[: tables + tables_size]).root()
-    segments = root.tables(1, decode_segment)
     area = view[base : base + size]
-    return {
-        key: _segment(area, segments, number) for key, number in root.tables(2, decode_named_data)
-    }
+    segments = root.tables(1, decode_segment)
 
+    def segment(number: int) -> memoryview:
+        offset, size = segments[require_index(number, len(segments), "a segment")]
+        return slice_bytes(area, offset, size, "segment").toreadonly()
 
-def _segment(area: memoryview, segments: Sequence[tuple[int, int]], number: int) -> memoryview:
-    offset, size = segments[number] if number < len(segments) else (len(area), 1)
-    if offset + size > len(area):
-        raise BlobFormatError(
-            "external data refers to a segment it does not have",
-            got=f"segment {number}, bytes {offset}..{offset + size}",
-            expected=f"within {len(area)} bytes",
-        )
-    return area[offset : offset + size].toreadonly()
+    return {key: segment(number) for key, number in root.tables(2, decode_named_data)}

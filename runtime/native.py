@@ -6,6 +6,7 @@ import ctypes
 import importlib.resources
 import math
 from collections.abc import Mapping, Sequence
+from ctypes import POINTER, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -116,10 +117,10 @@ class NativeArgument(ctypes.Structure):
     """A tensor of a native call, as in ``native_calls.h``."""
 
     _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("sizes", ctypes.POINTER(ctypes.c_int32)),
-        ("rank", ctypes.c_int32),
-        ("type", ctypes.c_int32),
+        ("data", c_void_p),
+        ("sizes", POINTER(c_int32)),
+        ("rank", c_int32),
+        ("type", c_int32),
     )
 
 
@@ -127,28 +128,17 @@ class NativeState(ctypes.Structure):
     """The states of a caller, as in ``native_calls.h``."""
 
     _fields_ = (
-        ("side", ctypes.c_int64),
-        ("has_rows", ctypes.POINTER(ctypes.c_int64)),
-        ("memory", ctypes.POINTER(ctypes.c_void_p) * 2),
+        ("side", c_int64),
+        ("has_rows", POINTER(c_int64)),
+        ("memory", POINTER(c_void_p) * 2),
     )
 
 
-NATIVE_RESIZE: Final = ctypes.CFUNCTYPE(
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.POINTER(ctypes.c_int64),
-    ctypes.c_uint64,
-)
+NATIVE_RESIZE: Final = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_uint64, POINTER(c_int64), c_uint64)
 """Type of the callback that resizes outputs."""
 
 NATIVE_RUN: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int32,
-    ctypes.c_void_p,
-    ctypes.POINTER(NativeArgument),
-    ctypes.c_uint64,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
+    c_int32, c_void_p, POINTER(NativeArgument), c_uint64, c_void_p, c_void_p
 )
 """Type of ``NativeCall.run``. Calling it releases the interpreter's lock."""
 
@@ -180,7 +170,7 @@ class _Frame:
         self.buffers: list[Array | None] = []
         for argument, (_, dtype, shape) in zip(self.arguments, (*inputs, *outputs), strict=True):
             argument.rank, argument.type = len(shape), SCALAR_TYPES[dtype.name]
-            argument.sizes = (ctypes.c_int32 * len(shape))(*shape)
+            argument.sizes = (c_int32 * len(shape))(*shape)
             is_small = dtype.itemsize * math.prod(shape) <= _COPIED
             buffer = np.empty(shape, dtype) if is_small else None
             if buffer is not None:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,24 @@ from numpy.typing import NDArray
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
+
+
+class _WritableMemory:
+    """The memory of a read-only array, declared writable."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.owner = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def writable_alias(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array on the memory of ``array``, which it keeps alive. It must not be written to.
+
+    torch and OpenVINO have no read-only tensors, and warn about read-only arrays or refuse them.
+    Weights mapped from a file can so be shared instead of copied.
+    """
+    return np.asarray(_WritableMemory(array))
 
 
 @dataclass(frozen=True, slots=True)

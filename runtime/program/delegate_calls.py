@@ -18,9 +18,7 @@ from coreml_delegate.runtime.native import (
     NativeArgument,
     NativeCall,
 )
-from coreml_delegate.runtime.program.decoder import DTYPES
-
-_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+from coreml_delegate.runtime.program.decoder import SCALAR_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ class DelegateStep:
         self._frame = (NativeArgument * len(arguments))()
         for native_argument, argument in zip(self._frame, arguments, strict=True):
             native_argument.rank = len(argument.shape)
-            native_argument.type = _NUMBERS[argument.dtype]
+            native_argument.type = SCALAR_TYPES[argument.dtype]
             native_argument.sizes = (ctypes.c_int32 * len(argument.shape))(*argument.shape)
         numbered = list(enumerate(arguments))
         self._existing = [(n, value) for n, value in numbered if not value.is_new]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any, Final
 
 import numpy as np
@@ -10,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ProgramError
+from coreml_delegate.runtime.mil.program import writable_alias
 from coreml_delegate.runtime.program.delegate_interface import NamedData
 from coreml_delegate.runtime.program.plan import (
     Allocation,
     Dynamism,
-    IndexList,
     MethodInfo,
     TensorSpec,
 )
@@ -56,7 +57,10 @@ class ProgramMemory:
         self._program = program
         self._external_data = external_data
         self._shared: dict[int, NDArray[np.uint8]] = {}
-        self._shared_sizes = _largest_sizes(method.arena_sizes for method in program.methods)
+        self._shared_sizes = [
+            max(sizes)
+            for sizes in zip_longest(*(m.arena_sizes for m in program.methods), fillvalue=0)
+        ]
         self._initialised: set[Allocation] = set()
 
     def materialise(self, method: MethodInfo) -> list[Any]:
@@ -159,15 +163,7 @@ class BufferState(State):
 
 
 def _to_python(value: object) -> object:
-    return value if isinstance(value, IndexList) or not isinstance(value, tuple) else list(value)
-
-
-def _largest_sizes(rows: Iterable[tuple[int, ...]]) -> dict[int, int]:
-    sizes: dict[int, int] = {}
-    for row in rows:
-        for number, size in enumerate(row):
-            sizes[number] = max(size, sizes.get(number, 0))
-    return sizes
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _arena(size: int) -> NDArray[np.uint8]:
@@ -197,20 +193,6 @@ def _own_tensor(spec: TensorSpec) -> torch.Tensor:
     return _planned_tensor(_arena(spec.nbytes), 0, spec)
 
 
-class _Writable:
-    """Declares read-only bytes writable, because torch has no read-only tensors and would warn."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.owner = data
-        address = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (data.nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-        }
-
-
 def borrow_tensor(data: memoryview, spec: TensorSpec) -> torch.Tensor:
     """Return a tensor on stored bytes, which it keeps alive. It must not be written to.
 
@@ -223,7 +205,9 @@ def borrow_tensor(data: memoryview, spec: TensorSpec) -> torch.Tensor:
     """
     if spec.numel == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)
-    flat = np.asarray(_Writable(data) if data.readonly else np.frombuffer(data, dtype=np.uint8))
+    flat = np.frombuffer(data, dtype=np.uint8)
+    if data.readonly:
+        flat = writable_alias(flat)
     if flat.__array_interface__["data"][0] % spec.dtype.itemsize:
         flat = flat.copy()
     return _with_layout(torch.frombuffer(flat, dtype=spec.dtype, count=spec.numel), spec)

@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -46,28 +47,15 @@ _FIELDS: Final = struct.Struct("=7q")
 
 
 class _SpecView(ctypes.Structure):
-    _fields_ = (
-        ("key", ctypes.c_char_p),
-        ("value", ctypes.c_void_p),
-        ("nbytes", ctypes.c_uint64),
-    )
+    _fields_ = (("key", c_char_p), ("value", c_void_p), ("nbytes", c_uint64))
 
 
 _INIT: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int32,
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.POINTER(_SpecView),
-    ctypes.c_uint64,
-    ctypes.c_int32,
+    *(c_int32, c_void_p, c_char_p, c_char_p, c_void_p, c_uint64),
+    *(POINTER(_SpecView), c_uint64, c_int32),
 )
-_EXECUTE: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p
-)
-_DESTROY: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_EXECUTE: Final = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_uint64, c_void_p)
+_DESTROY: Final = ctypes.CFUNCTYPE(None, c_void_p)
 
 
 class _Callbacks(ctypes.Structure):
@@ -130,41 +118,18 @@ class KeptErrors:
         return self._state.error
 
 
+_SIZES: Final = (POINTER(c_int32), c_uint64)
+_TEXT: Final = (c_char_p, c_uint64)
 # Function of the library -> argument types; all but the last return an error code.
 _PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
-    "coreml_shim_has_backend": (ctypes.c_char_p,),
-    "coreml_shim_register": (ctypes.c_char_p, ctypes.POINTER(_Callbacks)),
-    "coreml_shim_named_data": (
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_uint64,
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.POINTER(ctypes.c_uint64),
-    ),
-    "coreml_shim_set_native": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
-    "coreml_shim_resize": (
-        ctypes.c_void_p,
-        ctypes.POINTER(ctypes.c_int32),
-        ctypes.c_uint64,
-        ctypes.POINTER(ctypes.c_int64),
-    ),
-    "coreml_shim_wants_values": (ctypes.c_void_p,),
-    "coreml_shim_log_op": (
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_uint64,
-        ctypes.c_uint64,
-        ctypes.c_char_p,
-        ctypes.c_uint64,
-    ),
-    "coreml_shim_log_value": (
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_int32,
-        ctypes.c_void_p,
-        ctypes.POINTER(ctypes.c_int32),
-        ctypes.c_uint64,
-    ),
+    "coreml_shim_has_backend": (c_char_p,),
+    "coreml_shim_register": (c_char_p, POINTER(_Callbacks)),
+    "coreml_shim_named_data": (c_void_p, *_TEXT, POINTER(c_void_p), POINTER(c_uint64)),
+    "coreml_shim_set_native": (c_void_p, c_void_p, c_void_p),
+    "coreml_shim_resize": (c_void_p, *_SIZES, POINTER(c_int64)),
+    "coreml_shim_wants_values": (c_void_p,),
+    "coreml_shim_log_op": (c_void_p, c_char_p, c_uint64, c_uint64, *_TEXT),
+    "coreml_shim_log_value": (c_void_p, c_char_p, c_int32, c_void_p, *_SIZES),
     "coreml_shim_close": (),
 }
 
@@ -177,7 +142,7 @@ class Shim:
         for name, argument_types in _PROTOTYPES.items():
             function = getattr(library, name)
             function.argtypes = argument_types
-            function.restype = ctypes.c_int32
+            function.restype = c_int32
         library.coreml_shim_close.restype = None
         self._loaders: dict[str, DelegateLoader] = {}
         self._delegates: dict[int, _Delegate] = {}
@@ -336,7 +301,7 @@ class Shim:
             if remaining < 0:
                 raise debug_buffer_error(symbol.decode(), tensor.nbytes)
             self._state.remaining_bytes = remaining
-        sizes = (ctypes.c_int32 * tensor.dim())(*tensor.shape)
+        sizes = (c_int32 * tensor.dim())(*tensor.shape)
         code = self._library.coreml_shim_log_value(
             tracer,
             symbol,
@@ -350,8 +315,8 @@ class Shim:
 
     def _resize(self, argument: _Argument, shape: tuple[int, ...]) -> torch.Tensor:
         rank = len(shape)
-        record = (ctypes.c_int64 * (_FIELDS.size // 8 + 2 * rank))()
-        sizes = (ctypes.c_int32 * rank)(*shape)
+        record = (c_int64 * (_FIELDS.size // 8 + 2 * rank))()
+        sizes = (c_int32 * rank)(*shape)
         code = self._library.coreml_shim_resize(argument.value, sizes, rank, record)
         if code != _OK:
             raise ExecutionError(
@@ -364,7 +329,7 @@ class Shim:
     def _named_data(self, handle: int, key: str) -> memoryview | None:
         if handle in self._delegates:
             raise ProgramError("named data can be read only while a delegate is loaded", got=key)
-        data, nbytes, name = ctypes.c_void_p(), ctypes.c_uint64(), key.encode()
+        data, nbytes, name = c_void_p(), c_uint64(), key.encode()
         code = self._library.coreml_shim_named_data(
             handle, name, len(name), ctypes.byref(data), ctypes.byref(nbytes)
         )

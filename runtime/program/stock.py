@@ -382,26 +382,15 @@ def _start_threads() -> None:
 def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
     """Run ``action``; raise a delegate's exception instead of the runtime's error number."""
     shim = loaded_shim()
-    if shim is None:
-        return _call_plainly(action, info, what)
-    with shim.keeping_errors() as kept_errors:
+    with nullcontext() if shim is None else shim.keeping_errors() as kept_errors:
         try:
             return action()
         except (RuntimeError, MemoryError) as error:
-            cause = kept_errors.error
-            if cause is None:
-                raise _failure(info, what, error) from error
+            cause = error if kept_errors is None else kept_errors.error or error
             if isinstance(cause, Exception) and not isinstance(cause, CoreMLDelegateError):
                 raise _failure(info, what, cause) from cause
             cause.add_note(f"in a delegate of method {info.name!r} on the stock runtime")
             raise cause from None
-
-
-def _call_plainly(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
-    try:
-        return action()
-    except (RuntimeError, MemoryError) as error:
-        raise _failure(info, what, error) from error
 
 
 def _failure(info: MethodInfo, what: str, error: Exception) -> ExecutionError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.values import Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.program import Packed
+from coreml_delegate.runtime.mil.program import Packed, writable_alias
 
 GRAPH_TYPE: dict[DType, ov.Type] = {
     # fp16 values are computed in f32: with the program's weights, but without its rounding.
@@ -319,20 +318,10 @@ def convert_to(value: Tensor, destination: ov.Type) -> Any:
 
 
 def array_constant(array: NDArray[np.generic]) -> Any:
-    """Return a constant that shares the memory of ``array`` and keeps it alive.
-
-    OpenVINO's binding takes writable arrays only, while program constants are read-only views of a
-    mapped file. A constant is never written to, so the binding gets a writable alias of the memory.
-    """
+    """Return a constant that shares the memory of ``array`` and keeps it alive."""
     if array.nbytes == 0 or array.ndim == 0:
         return ops.constant(array)
-    return ops.constant(_writable_alias(np.ascontiguousarray(array)), shared_memory=True)
-
-
-def _writable_alias(data: NDArray[Any]) -> NDArray[Any]:
-    block: Any = (ctypes.c_ubyte * data.nbytes).from_address(data.ctypes.data)
-    block.owner = data  # alias -> memoryview -> block -> data
-    return np.frombuffer(memoryview(block), dtype=data.dtype).reshape(data.shape)
+    return ops.constant(writable_alias(np.ascontiguousarray(array)), shared_memory=True)
 
 
 def widen_constant(constant: Any, destination: ov.Type) -> Any:
@@ -367,7 +356,7 @@ def integer_constant(integers: NDArray[np.generic] | Packed, shape: Sequence[int
     """
     if isinstance(integers, Packed):
         if integers.dtype in _STORED_NIBBLES and integers.stored.nbytes:
-            stored = _writable_alias(integers.stored)
+            stored = writable_alias(integers.stored)
             type_ = _STORED_NIBBLES[integers.dtype]
             return ov.op.Constant(ov.Tensor(stored, ov.Shape(list(shape)), type_))
         integers = integers.unpack()

@@ -17,7 +17,13 @@ from torch import Tensor
 from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.program import Constant, Literal, TensorType, ValueType
+from coreml_delegate.runtime.mil.program import (
+    Constant,
+    Literal,
+    TensorType,
+    ValueType,
+    writable_alias,
+)
 
 STORAGE_DTYPES: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,
@@ -63,19 +69,6 @@ Value: TypeAlias = "Tensor | TensorList | str | dict[Any, Any]"
 """A value of a running program; only ``classify`` returns strings and dicts."""
 
 
-class _SharedMemory:
-    """The memory of a read-only array, declared writable.
-
-    torch has no read-only tensors and warns about every read-only array. Kernels never write to
-    their arguments, so weights mapped from a file can be shared instead of copied.
-    """
-
-    def __init__(self, array: NDArray[np.generic]) -> None:
-        self.owner = array
-        address, _ = array.__array_interface__["data"]
-        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
-
-
 def array_to_tensor(array: NDArray[np.generic], dtype: DType) -> Tensor:
     """Return a tensor on the memory of ``array`` if its layout allows, else on a copy.
 
@@ -90,9 +83,7 @@ def array_to_tensor(array: NDArray[np.generic], dtype: DType) -> Tensor:
     if dtype in _WIDENED:
         return torch.from_numpy(array.astype(np.int64)).to(storage)
     dense = np.asarray(array, order="C")
-    if not dense.flags.writeable:
-        dense = np.asarray(_SharedMemory(dense))
-    return torch.from_numpy(dense)
+    return torch.from_numpy(dense if dense.flags.writeable else writable_alias(dense))
 
 
 def constant_to_tensor(constant: Constant) -> Tensor:

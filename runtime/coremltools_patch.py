@@ -54,8 +54,7 @@ class FrameworkError(CoreMLDelegateError, RuntimeError):
 def _as_framework_error(prefix: str = "") -> Generator[None]:
     """Raise errors of this package as ``FrameworkError``.
 
-    Args:
-        prefix: Start of Core ML's message, which programs written for macOS look for.
+    Programs written for macOS look for ``prefix``, the start of Core ML's message.
     """
     try:
         yield
@@ -85,11 +84,7 @@ class StateProxy:
         return tensors[name]
 
     def write_state(self, name: str, value: Any) -> None:
-        """Replace one state tensor.
-
-        Args:
-            name: Feature name.
-            value: Array of the state's shape.
+        """Replace the state tensor ``name`` by an array of its shape.
 
         Raises:
             FrameworkError: No such state, or the shape or the kind of dtype differs.
@@ -168,11 +163,7 @@ class ModelProxy:
         return self._predict_nanoseconds
 
     def get_compiled_model_path(self) -> NoReturn:
-        """Raise, because only Core ML compiles to a file.
-
-        Raises:
-            FrameworkError: Always.
-        """
+        """Raise ``FrameworkError``, because only Core ML compiles to a file."""
         _only_core_ml("compiled models (.mlmodelc)")
 
     def _input(self, name: str, value: Any) -> Any:
@@ -196,12 +187,7 @@ class ModelProxy:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoader:
-    """Replaces the class ``_MLModelProxy``: coremltools calls it to load a model.
-
-    Attributes:
-        engine: ``auto`` or an engine's name.
-        options: How to execute.
-    """
+    """Replaces the class ``_MLModelProxy``: coremltools calls it to load a model."""
 
     engine: str
     options: EngineOptions | None
@@ -263,27 +249,15 @@ class ModelLoader:
         return int(max(Opset))
 
     def get_available_compute_devices(self) -> NoReturn:
-        """Raise, because only Core ML has compute devices.
-
-        Raises:
-            FrameworkError: Always.
-        """
+        """Raise ``FrameworkError``, because only Core ML has compute devices."""
         _only_core_ml("compute devices")
 
     def create_model_asset_from_path(self, path: str) -> NoReturn:  # noqa: ARG002 - their signature
-        """Raise, because only Core ML reads compiled models.
-
-        Raises:
-            FrameworkError: Always.
-        """
+        """Raise ``FrameworkError``, because only Core ML reads compiled models."""
         _only_core_ml("compiled models (.mlmodelc)")
 
     def create_model_asset_from_memory(self, *_parts: object) -> NoReturn:
-        """Raise, because only Core ML compiles models in memory.
-
-        Raises:
-            FrameworkError: Always.
-        """
+        """Raise ``FrameworkError``, because only Core ML compiles models in memory."""
         _only_core_ml("compiled models (.mlmodelc)")
 
 

@@ -115,8 +115,7 @@ class CoreMLDelegate:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run once.
 
-        Args:
-            inputs: Tensors in the metadata's order, which are cast to the program's dtypes.
+        The inputs are in the metadata's order, and are cast to the program's dtypes.
 
         Raises:
             InputError: Wrong number of inputs, shapes that the program does not accept, or integers
@@ -134,14 +133,10 @@ class CoreMLDelegate:
     def observe(
         self, inputs: Sequence[torch.Tensor], *, with_values: bool
     ) -> tuple[list[torch.Tensor], tuple[OpEvent, ...]]:
-        """Run once, and report events of ops, if the delegate was loaded to be observed.
+        """Run once, as a call does; return the outputs and the events of ops.
 
-        Args:
-            inputs: As for a call.
-            with_values: Whether to report the values that ops compute; see ``Observer.run``.
-
-        Returns:
-            The outputs as of a call, and the events of the ops.
+        There are no events if the delegate was not loaded to be observed, and values only with
+        ``with_values``; see ``Observer.run``.
         """
         if self._observer is None:
             return self(inputs), ()
@@ -155,9 +150,7 @@ class CoreMLDelegate:
     ) -> Diagnosis:
         """Diagnose every value of a call with these inputs; the state is unchanged.
 
-        Args:
-            inputs: As for a call.
-            min_sqnr_db: See ``Model.diagnose``.
+        See ``Model.diagnose``.
         """
         return self.model.diagnose(self._arrays(inputs), self._state, min_sqnr_db=min_sqnr_db)
 
@@ -189,14 +182,7 @@ class CoreMLDelegate:
 def python_reason(program: Program, function: Function, engine: str, nbytes: int) -> str | None:
     """Return the reason why a host calls a delegate in Python, if it is known before compilation.
 
-    Args:
-        program: The delegate's program.
-        function: The delegate's function.
-        engine: Name of the engine that runs the delegate.
-        nbytes: Size of the delegate's blob.
-
-    Returns:
-        The reason as text, or None.
+    ``nbytes`` is the size of the delegate's blob.
     """
     if ENGINES[engine].python_reason is not None:
         return ENGINES[engine].python_reason
@@ -206,12 +192,7 @@ def python_reason(program: Program, function: Function, engine: str, nbytes: int
 
 
 def delegate_loader(engine: str | None, options: EngineOptions | None = None) -> DelegateLoader:
-    """Return a loader of Core ML delegates for a host.
-
-    Args:
-        engine: See ``compile_function``.
-        options: How to execute.
-    """
+    """Return a loader of Core ML delegates for a host; see ``compile_function`` for ``engine``."""
 
     def load(payload: DelegatePayload) -> CoreMLDelegate:
         blob, function = resolve(payload.processed, payload.named_data)
@@ -254,11 +235,9 @@ _COMPUTE_UNITS: Final = "compute_units"
 
 
 def resolve(processed: Buffer, named_data: NamedData) -> tuple[Buffer, str | None]:
-    """Return the blob of a delegate and the function to run; follows a reference to named data.
+    """Return the blob of a delegate and the function to run.
 
-    Args:
-        processed: The bytes of the delegate: a blob, or a reference.
-        named_data: Finds named data of the program.
+    The bytes of a delegate are a blob, or a reference to named data of the program.
 
     Raises:
         BlobFormatError: A malformed reference, or a reference to missing data.

@@ -104,10 +104,6 @@ def _package_only_option(engine: str | None, options: EngineOptions | None) -> s
 def check_stock_options(engine: str | None, options: EngineOptions | None) -> None:
     """Refuse options that Core ML's own backend lacks, where it runs the delegates.
 
-    Args:
-        engine: ``auto``, or an engine's name.
-        options: How to execute.
-
     Raises:
         OptionError: This is macOS, and the backend does not support an option.
     """

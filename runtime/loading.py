@@ -380,10 +380,7 @@ def load(
 def refuse_pte_options(path: Path, *, enable_etdump: bool = False, **options: object) -> None:
     """Refuse options of a ``.pte`` for a program of another format.
 
-    Args:
-        path: The program.
-        enable_etdump: The option of that name.
-        options: Values of other options by name; None, empty and ``auto`` are defaults.
+    Values of ``options`` that are None, empty or ``auto`` are defaults.
 
     Raises:
         OptionError: One has another value.

@@ -416,13 +416,8 @@ def _cast_declared(feature: Feature, array: Array, dtype: DType) -> Array:
 def cast_input(array: Array, dtype: np.dtype[Any], name: str) -> Array:
     """Return ``array`` as ``dtype``, the same object if it has that dtype already.
 
-    Args:
-        array: Array of any shape.
-        dtype: The dtype of the program's parameter.
-        name: Name of the input, for errors.
-
     Raises:
-        InputError: The array has integers that ``dtype`` cannot hold.
+        InputError: The array has integers that ``dtype`` cannot hold; names the input.
     """
     if array.dtype == dtype:
         return array

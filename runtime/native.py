@@ -82,12 +82,9 @@ class NativeCall:
 
 @dataclass(frozen=True, slots=True)
 class NativeModel:
-    """A compiled model of a function.
+    """A compiled model of a function, as the engine exports it.
 
-    Attributes:
-        words: The description of the model's ports and states, int64 numbers that
-            ``native_calls.cpp`` reads.
-        content: The engine's export of the model.
+    ``words`` describe the model's ports and states: int64 numbers that ``native_calls.cpp`` reads.
     """
 
     words: tuple[int, ...]
@@ -179,13 +176,7 @@ class _Frame:
 
 
 class ArrayCall:
-    """A native call with NumPy arrays. It may be used by several threads.
-
-    Args:
-        call: The native call.
-        inputs: Inputs in the order of the call.
-        outputs: Outputs in the order of the call.
-    """
+    """A native call with NumPy arrays, in the order of the call. Several threads may use it."""
 
     def __init__(
         self, call: NativeCall, inputs: Sequence[ArrayType], outputs: Sequence[ArrayType]
@@ -198,10 +189,7 @@ class ArrayCall:
         self._idle = [_Frame(inputs, outputs)]
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array] | None:
-        """Run once.
-
-        Args:
-            inputs: Arrays by name, in the dtypes and shapes of the constructor, with any strides.
+        """Run once, with arrays of the constructor's dtypes and shapes, and any strides.
 
         Returns:
             New arrays by name; None if the native call declined the arguments.

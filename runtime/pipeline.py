@@ -115,10 +115,7 @@ class Suppression:
         return ()
 
     def compute(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Suppress boxes.
-
-        Args:
-            inputs: Arrays by name; thresholds may be missing.
+        """Suppress boxes; thresholds may be missing among the inputs.
 
         Raises:
             InputError: A shape does not fit.
@@ -180,10 +177,7 @@ def _number(feature: Feature, inputs: Mapping[str, Any]) -> float:
 class PipelineSpec:
     """A pipeline as read from its package, before compilation.
 
-    Attributes:
-        stages: Models in order; an ML Program is a separate mlpackage.
-        inputs: Names of the inputs.
-        outputs: Names of the outputs.
+    A stage that is an ML Program is a separate mlpackage. ``inputs`` and ``outputs`` are names.
     """
 
     stages: tuple[Files | Suppression | PipelineSpec, ...]

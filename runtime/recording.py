@@ -90,13 +90,7 @@ class RecordedFile:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a method.
-
-    Attributes:
-        method: Name of the method.
-        inputs: Inputs in order.
-        outputs: Outputs by name, in order.
-    """
+    """One call of a method: inputs in order, outputs by name, in order."""
 
     method: str
     inputs: tuple[Value, ...]
@@ -390,11 +384,9 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def files_of(path: Path, data: Sequence[Path]) -> Iterator[tuple[str, Buffer]]:
-    """Yield the files of a program and of its external data, with their paths in a recording.
+    """Yield the files of a program, a file or folder, and of its external data.
 
-    Args:
-        path: File or folder.
-        data: Files of external data.
+    Each has its path in a recording.
 
     Raises:
         ProgramError: A file cannot be read, or external data has the program's name.
@@ -411,11 +403,7 @@ def files_of(path: Path, data: Sequence[Path]) -> Iterator[tuple[str, Buffer]]:
 
 
 def write_files(recording: Recording, folder: Path) -> tuple[Path, list[Path]]:
-    """Write the program of a recording to a folder.
-
-    Args:
-        recording: A recording with its program.
-        folder: An empty folder.
+    """Write the program of a recording to an empty folder.
 
     Returns:
         Path of the program, and paths of its external data.

@@ -71,11 +71,6 @@ class State(abc.ABC):
 def _cast_state(tensors: Mapping[str, Array], name: str, value: Array) -> Array:
     """Return ``value`` in the dtype of the state tensor that it replaces.
 
-    Args:
-        tensors: The tensors of the state, by name.
-        name: Name of the tensor to replace.
-        value: Array of the same shape, with a dtype of the same kind.
-
     Raises:
         InputError: No such tensor, or the shape or the kind of dtype differs.
     """
@@ -97,10 +92,6 @@ def _cast_state(tensors: Mapping[str, Array], name: str, value: Array) -> Array:
 
 def cast_snapshot(tensors: Mapping[str, Array], snapshot: Mapping[str, Array]) -> Snapshot:
     """Return a snapshot in the dtypes of the state tensors that it replaces.
-
-    Args:
-        tensors: The tensors of the state, by name.
-        snapshot: New content of the tensors, by name.
 
     Raises:
         InputError: A name, shape or kind of dtype differs.

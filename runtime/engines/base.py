@@ -79,10 +79,7 @@ class EngineOptions:
         return "dynamic_quantization=True" if self.dynamic_quantization else None
 
     def refuse_numerics_option(self, engine: str) -> None:
-        """Raise an error if an option changes the program's numerics.
-
-        Args:
-            engine: Name of an engine without such options, for the message.
+        """Refuse options that change the program's numerics, for an ``engine`` without such options.
 
         Raises:
             OptionError: ``numerics_option`` is set.
@@ -137,9 +134,7 @@ class NativeFunction(Protocol):
     def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
         """Return a call that runs without Python; None if that is impossible.
 
-        Args:
-            interface: The tensors of calls.
-            state: The state that calls read and write, from ``make_state``.
+        Calls read and write ``state``, from ``make_state``.
         """
         ...
 
@@ -148,9 +143,7 @@ class NativeFunction(Protocol):
     ) -> NativeProgram | None:
         """Return the form of the function that runs without Python; None if that is impossible.
 
-        Args:
-            interface: The tensors of calls.
-            shapes: All combinations of enumerated shapes, by input; may be empty.
+        ``shapes`` are all combinations of enumerated shapes, by input; there may be none.
         """
         ...
 
@@ -165,8 +158,7 @@ class NativeFunction(Protocol):
     def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compile for enumerated shapes now, rather than at the first call with them.
 
-        Args:
-            shapes: Shapes by name of the inputs that have enumerated shapes.
+        ``shapes`` has the shape of each input with enumerated shapes.
         """
         ...
 
@@ -211,11 +203,7 @@ class CompiledFunction(Protocol):
 
 
 class Engine(Protocol):
-    """An engine is a module-level singleton without state per model.
-
-    Attributes:
-        name: Name of the engine.
-    """
+    """An engine is a module-level singleton without state per model."""
 
     name: str
 

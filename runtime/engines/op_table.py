@@ -31,12 +31,7 @@ Form = TypeVar("Form")
 
 @dataclass(frozen=True, slots=True)
 class Parameter(Generic[Form]):
-    """One parameter of an op.
-
-    Attributes:
-        form: How the engine passes the argument.
-        required: Whether the program must have the argument.
-    """
+    """One parameter of an op: the form of its argument, and whether a program must have it."""
 
     form: Form
     required: bool
@@ -61,12 +56,10 @@ class Schema(Generic[Form]):
         form_of: Callable[[Any], Form],
         fixed: Collection[str] = (),
     ) -> Schema[Form]:
-        """Read the schema from a signature.
+        """Read the schema from a signature with annotations of all parameters.
 
-        Args:
-            function: A function with annotations of all parameters.
-            form_of: Returns the form that an annotation declares.
-            fixed: Names of parameters that this version of the op lacks.
+        ``form_of`` returns the form that an annotation declares; ``fixed`` are parameters that this
+        version of the op lacks.
         """
         hints = typing.get_type_hints(function, include_extras=True)
         parameters: dict[str, Parameter[Form]] = {}

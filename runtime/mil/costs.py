@@ -33,8 +33,7 @@ class UnknownSizeError(Exception):
 class Work:
     """The work of the ops of a function's outermost block.
 
-    Args:
-        function: Any function. Work that depends on sizes known only at run time is unknown.
+    Work that depends on sizes known only at run time is unknown.
     """
 
     def __init__(self, function: Function) -> None:
@@ -57,10 +56,7 @@ class Work:
         self._returned = frozenset(block.outputs)
 
     def flops(self, index: int) -> int | None:
-        """Return the floating-point operations of an op.
-
-        Args:
-            index: Index of the op in the block.
+        """Return the floating-point operations of the op at ``index`` in the block.
 
         Returns:
             None if a size is known only at run time, or the op has nested blocks.
@@ -75,11 +71,9 @@ class Work:
             return None
 
     def bytes_moved(self, index: int, fused_with: Iterable[int] = ()) -> int | None:
-        """Return the bytes that an op has to read and write, in the types of the program.
+        """Return the bytes that the op at ``index`` reads and writes, in the types of the program.
 
-        Args:
-            index: Index of the op in the block.
-            fused_with: Ops that are fused with it; values between them are not moved.
+        Values between the op and the ops ``fused_with`` it are not moved.
 
         Returns:
             None if a size is known only at run time. Weights count with their stored size.
@@ -119,13 +113,7 @@ class Work:
 
 
 class Operands:
-    """An op with the sizes of its operands and results.
-
-    Args:
-        op: The op.
-        types: Types of the values in scope, by name.
-        constants: Constants in scope, by name.
-    """
+    """An op with the sizes of its operands and results, from the types of the values in scope."""
 
     def __init__(
         self, op: Op, types: Mapping[str, ValueType], constants: Mapping[str, Constant]

@@ -22,13 +22,7 @@ Value = torch.Tensor | int | float | bool
 
 @dataclass(frozen=True, slots=True)
 class BundledCase:
-    """One call of a method.
-
-    Attributes:
-        method: Name of the method.
-        inputs: The inputs.
-        expected: The expected outputs; empty if the bundle has no outputs.
-    """
+    """One call of a method; ``expected`` is empty if the bundle has no outputs."""
 
     method: str
     inputs: tuple[Value, ...]

@@ -287,11 +287,7 @@ def _check_arenas(values: tuple[ValueSpec, ...], sizes: tuple[int, ...]) -> None
 
 
 def decode_method(table: Table, resolve: Resolver) -> MethodInfo:
-    """Decode one ``ExecutionPlan``.
-
-    Args:
-        table: The plan's table.
-        resolve: Finds the bytes of a delegate.
+    """Decode one ``ExecutionPlan``; ``resolve`` finds the bytes of a delegate.
 
     Returns:
         The method, with every index in it checked.

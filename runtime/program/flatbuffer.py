@@ -89,11 +89,7 @@ def require_identifier(view: memoryview, identifier: bytes, what: str) -> None:
 
 
 class FlatBuffer:
-    """Checked access to the bytes of one FlatBuffers buffer.
-
-    Args:
-        data: The buffer, from its root offset on.
-    """
+    """Checked access to the bytes of one FlatBuffers buffer, from its root offset on."""
 
     __slots__ = ("_data", "_size", "_work")
 

@@ -101,12 +101,7 @@ class DelegateOnlyValues:
 def find_delegate_only_values(
     method: MethodInfo, delegates: Sequence[DelegateCallable]
 ) -> DelegateOnlyValues:
-    """Find the values that only delegates use.
-
-    Args:
-        method: The method.
-        delegates: Loaded delegates of the method, by number.
-    """
+    """Find the values that only delegates use."""
     delegate_inputs: set[int] = set()
     delegate_outputs: Counter[int] = Counter()
     used_elsewhere = {

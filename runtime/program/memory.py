@@ -48,9 +48,7 @@ _AS_ARRAYS: Final = frozenset(
 class ProgramMemory:
     """The memory that the methods of one loaded program use.
 
-    Args:
-        program: The program, with constants and initial values.
-        external_data: Finds constants stored outside the program, by name.
+    ``external_data`` finds constants stored outside the program, by name.
     """
 
     def __init__(self, program: PteProgram, external_data: NamedData) -> None:
@@ -65,9 +63,6 @@ class ProgramMemory:
 
     def materialise(self, method: MethodInfo) -> list[Any]:
         """Return the value table of ``method`` as Python objects.
-
-        Args:
-            method: A method of the program.
 
         Returns:
             Tensors, scalars and strings by value index; ``IndexList`` entries are unchanged.
@@ -128,12 +123,7 @@ class ProgramMemory:
 
 
 class BufferState(State):
-    """The mutable buffers of a method, as a state.
-
-    Args:
-        tensors: Buffers by name.
-        initial: Initial values by name, None for zeros.
-    """
+    """The mutable buffers of a method, as a state; an initial value of None is zeros."""
 
     def __init__(
         self,
@@ -196,12 +186,7 @@ def _own_tensor(spec: TensorSpec) -> torch.Tensor:
 def borrow_tensor(data: memoryview, spec: TensorSpec) -> torch.Tensor:
     """Return a tensor on stored bytes, which it keeps alive. It must not be written to.
 
-    Args:
-        data: At least ``spec.nbytes`` bytes.
-        spec: Dtype and layout.
-
-    Returns:
-        A view; a copy if the bytes are not aligned for the dtype.
+    ``data`` has at least ``spec.nbytes`` bytes; they are copied if not aligned for the dtype.
     """
     if spec.numel == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)

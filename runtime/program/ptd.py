@@ -41,11 +41,7 @@ _REMEDY: Final = "Pass the .ptd files that were written with this .pte as data (
 
 
 class ExternalData:
-    """The content of ``.ptd`` files, by key.
-
-    Args:
-        files: Content of each file by its origin, for messages.
-    """
+    """The content of ``.ptd`` files, by key; the key of ``files`` is the origin, for messages."""
 
     def __init__(self, files: Mapping[str, Mapping[str, memoryview]]) -> None:
         self._entries: dict[str, memoryview] = {}
@@ -61,10 +57,7 @@ class ExternalData:
 
     @classmethod
     def open(cls, sources: Sources) -> ExternalData:
-        """Map (a path) or view (bytes) every file and parse it.
-
-        Args:
-            sources: Paths of ``.ptd`` files, or their bytes, which must not change afterwards.
+        """Map (a path) or view (bytes, which must not change afterwards) every file and parse it.
 
         Raises:
             BlobFormatError: Not a ``.ptd``, or a truncated or corrupt one.
@@ -99,10 +92,6 @@ def list_sources(sources: Sources) -> list[Source]:
 def open_program(source: Source, data: Sources | None = None) -> PteProgram:
     """Open a ``.pte`` with its external data.
 
-    Args:
-        source: Path of a ``.pte``, or its bytes.
-        data: Its ``.ptd`` files; None for a program without them.
-
     Raises:
         BlobFormatError: A file is no ``.pte`` or ``.ptd``, or malformed.
         ProgramError: A file cannot be read, or ``data`` lacks tensors.
@@ -115,10 +104,6 @@ def open_program(source: Source, data: Sources | None = None) -> PteProgram:
 
 def _check_complete(program: PteProgram, data: ExternalData | None) -> None:
     """Check that every external tensor of a program is in its external data.
-
-    Args:
-        program: The program.
-        data: The external data, or None.
 
     Raises:
         ProgramError: Tensors are missing, or have the wrong size; lists them all.

@@ -80,12 +80,7 @@ class _Data:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PteProgram:
-    """A parsed and checked ``.pte``.
-
-    Attributes:
-        methods: In file order.
-        origin: The path, or ``<bytes>``, for messages.
-    """
+    """A parsed and checked ``.pte``: its methods in file order, and its path or ``<bytes>``."""
 
     methods: tuple[MethodInfo, ...]
     origin: str
@@ -94,13 +89,9 @@ class PteProgram:
 
     @classmethod
     def open(cls, source: Source) -> PteProgram:
-        """Map (a path) or view (bytes) a program and parse it.
+        """Map (a path) or view (bytes, which must not change afterwards) a program and parse it.
 
-        Args:
-            source: Path of a ``.pte``, or its bytes, which must not change afterwards.
-
-        Returns:
-            The program, which keeps the mapping or the bytes alive.
+        The program keeps the mapping or the bytes alive.
 
         Raises:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
@@ -170,9 +161,6 @@ class PteProgram:
     def tensor_data(self, spec: TensorSpec) -> memoryview | None:
         """Return the stored bytes of a constant, or the initial value of a mutable tensor.
 
-        Args:
-            spec: A tensor of one of the methods.
-
         Returns:
             ``spec.nbytes`` bytes, as a view; None if the program does not store the tensor.
 
@@ -205,10 +193,7 @@ def holds_program(view: memoryview) -> bool:
 def map_source(source: Source, what: str, expected: str) -> tuple[memoryview, str]:
     """Return the mapped bytes of a file, or ``source`` if it is bytes; and the origin for messages.
 
-    Args:
-        source: Path, or bytes.
-        what: Description of the file, for messages.
-        expected: Description of the right kind of file, for messages.
+    ``what`` describes the file, and ``expected`` the right kind of file, for messages.
 
     Raises:
         ProgramError: The file cannot be read, or is a model of Core ML by its name.

@@ -75,15 +75,11 @@ def unavailable_reason() -> str | None:
 
 
 def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> None:
-    """Let ``executorch.runtime`` run programs with Core ML delegates.
+    """Let ``executorch.runtime`` run programs with delegates of ``backend_id``.
 
     Builds a small C++ library on first use. A second call replaces the loader for programs loaded
     afterwards. There is no way to unregister. On macOS, where the runtime has Core ML's own
     backend, this does nothing.
-
-    Args:
-        loader: Prepares delegates for execution.
-        backend_id: Name of the backend whose delegates ``loader`` prepares.
 
     Raises:
         EngineUnavailableError: See ``unavailable_reason``; or another backend has that name.
@@ -98,11 +94,8 @@ def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> 
 def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
     """Check that the runtime has all backends and operators of a method.
 
-    The runtime itself reports only an error number.
-
-    Args:
-        method: The method.
-        backend_id: A backend that will be registered before the method is loaded.
+    The runtime itself reports only an error number. A backend ``backend_id`` will be registered
+    before the method is loaded.
 
     Raises:
         ProgramError: The method has a delegate of a backend that the runtime does not have.

@@ -61,11 +61,11 @@ class BlockTranslator:
     misdeclared: set[str] = field(default_factory=set[str])
 
     def block(self, block: Block, scope: Scope, inputs: Sequence[Value] = ()) -> list[Value]:
-        """Translate a block into the graph of ``scope``.
+        """Translate a block into the graph of ``scope``, a new scope for the names of the block.
 
         Args:
             block: The block.
-            scope: A new scope for the names of the block.
+            scope: The scope.
             inputs: Values of the block's inputs.
 
         Returns:
@@ -181,12 +181,8 @@ def _argument(name: str, form: Form, values: list[Value], scope: Scope) -> Any:
 def read_literal(name: str, value: Value) -> Any:
     """Return the content of a value that is known at compile time.
 
-    Args:
-        name: Name of the parameter, for the error.
-        value: The value.
-
     Raises:
-        UnsupportedOpError: The value is computed at run time.
+        UnsupportedOpError: The value is computed at run time; names the parameter.
     """
     if isinstance(value, Constant):
         return value.data

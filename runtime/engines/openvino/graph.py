@@ -164,11 +164,7 @@ def fit_slices(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the operands of a scatter of slices; computing them fails unless their sizes fit.
 
-    Args:
-        data: The tensor to write to.
-        indices: [C], indices along ``axis``.
-        updates: C slices.
-        axis: Counted from the front.
+    ``indices`` [C] are indices of C slices of ``data`` along ``axis``, counted from the front.
 
     Raises:
         UnsupportedOpError: Ranks do not fit, so that OpenVINO would have to compare sizes.

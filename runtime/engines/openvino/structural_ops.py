@@ -177,13 +177,8 @@ _VIEWS = {"Convert", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 def _copy_of_other(value: Any, own: Any, parameters: Sequence[Any], turn: Any) -> Any:
     """Return a loop variable's next value, copied if it is another variable's current value.
 
-    The plugin replaces the variables one after another, in place.
-
-    Args:
-        value: The next value.
-        own: The variable's parameter.
-        parameters: The parameters of all variables.
-        turn: The number of the iteration, from 0 on.
+    The plugin replaces the variables one after another, in place. ``own`` is the variable's
+    parameter, among the ``parameters`` of all, and ``turn`` the number of the iteration.
     """
     source = value.get_node()
     while source.get_type_name() in _VIEWS:

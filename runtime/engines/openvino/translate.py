@@ -50,10 +50,7 @@ class Translated:
 def translate(function: Function, *, exact_nan: bool = False, labelled: bool = False) -> Translated:
     """Translate ``function``.
 
-    Args:
-        function: The function.
-        exact_nan: Whether every op propagates NaN, even where that takes time.
-        labelled: Whether the names of nodes refer to the ops they come from; see ``labelled_ops``.
+    With ``labelled``, the names of nodes refer to the ops they come from; see ``labelled_ops``.
 
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
@@ -68,10 +65,9 @@ _LABEL = re.compile(r"op(\d+)\.\d+")
 
 
 def labelled_ops(names: str) -> tuple[int, ...]:
-    """Return the indices of the ops that the labels in ``names`` refer to.
+    """Return the indices of the ops that the labels among names of nodes refer to.
 
-    Args:
-        names: Names of nodes, as OpenVINO lists the nodes of a kernel; other names are ignored.
+    OpenVINO lists the nodes of a kernel in one text; other names are ignored.
     """
     return tuple(sorted({int(position) for position in _LABEL.findall(names)}))
 

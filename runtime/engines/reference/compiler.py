@@ -53,10 +53,8 @@ STRUCTURAL = _CONTROL_FLOW | _STATE | {_CONST}
 class CompiledProgram:
     """A function with its names resolved to slots.
 
-    Attributes:
-        block: The steps of the function.
-        slots: Number of slots in the frame.
-        params: Slot of every parameter by name, states included.
+    ``slots`` is the number of slots in the frame; ``params`` has the slot of every parameter by
+    name, states included.
     """
 
     block: CompiledBlock

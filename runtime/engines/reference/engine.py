@@ -39,11 +39,7 @@ from coreml_delegate.runtime.snapshots import Snapshot
 
 
 class ReferenceState(State):
-    """State tensors of one model instance.
-
-    Args:
-        tensors: The tensors, by name; calls replace them.
-    """
+    """State tensors of one model instance, by name; calls replace them."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors

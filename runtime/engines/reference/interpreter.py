@@ -152,13 +152,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A step with its outputs, and the slots to empty after it.
-
-    Attributes:
-        step: The op.
-        outputs: Slot and declaration of each result.
-        frees: Slots that the step uses last.
-    """
+    """A step with slot and declaration of each output, and the slots that it uses last."""
 
     step: Step
     outputs: tuple[tuple[int, NamedType], ...]

@@ -59,9 +59,7 @@ class _Compressed:
 def expand_unsupported_weight(weight: Tensor, *, transposed: bool) -> Tensor:
     """Return the second operand of a matrix product, expanded where the plugin needs floats.
 
-    Args:
-        weight: [*, K, N], or [*, N, K] if transposed.
-        transposed: Whether the product transposes ``weight``.
+    ``weight`` is [*, K, N], or [*, N, K] if the product transposes it.
     """
     compressed = _find_compressed(weight)
     if compressed is None:

@@ -148,12 +148,7 @@ class _MultipliedSoftmax:
 
 
 def _sums_over(reader: Any, axis: int) -> bool:
-    """Whether the reader of a value is a product that sums over an axis of the value.
-
-    Args:
-        reader: An input of a node.
-        axis: Counted from the end, so negative.
-    """
+    """Whether the reader of a value is a product that sums over an axis < 0 of the value."""
     node = reader.get_node()
     if node.get_type_name() == "MatMul":
         attributes, side = node.get_attributes(), reader.get_index()

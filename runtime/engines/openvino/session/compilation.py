@@ -72,13 +72,7 @@ def unsupported(function: Function) -> list[str]:
 def compile_function(
     core: Any, function: Function, options: EngineOptions, source: ProgramSource | None
 ) -> CompiledFunction:
-    """Compile ``function``, or load it from the cache.
-
-    Args:
-        core: OpenVINO's ``Core``.
-        function: The function.
-        options: How to execute.
-        source: The bytes that the function was read from; None if not available.
+    """Compile ``function`` by OpenVINO's ``core``, or load it from the cache; see ``Engine``.
 
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
@@ -224,9 +218,6 @@ def _require_memory(model: Any) -> None:
     """Refuse a model with a node whose operands and results do not fit into memory at once.
 
     Nodes with sizes known only at run time are not checked.
-
-    Args:
-        model: ``openvino.Model``.
 
     Raises:
         ExecutionError: A node does not fit.

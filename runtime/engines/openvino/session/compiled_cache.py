@@ -49,9 +49,7 @@ _WORTHWHILE: Final = 20e-3
 class CompiledCache:
     """The entries of one function of one program under one configuration.
 
-    Attributes:
-        entries: The folder of entries.
-        parts: The parts of a key that do not depend on input shapes.
+    ``parts`` has all of a key except the input shapes.
     """
 
     entries: EntryCache
@@ -68,12 +66,7 @@ class CompiledCache:
     ) -> CompiledCache | None:
         """Return the cache for ``function``; None without a cache, or if it would save no time.
 
-        Args:
-            core: OpenVINO's ``Core``.
-            function: The function to be compiled.
-            source: The bytes that the function was read from; None if not available.
-            options: How the function is executed, and where the cache is.
-            config: The properties that the function is compiled with.
+        ``config`` has the properties that the function is compiled with.
         """
         if source is None or options.cache is None or not is_worth_caching(function):
             return None

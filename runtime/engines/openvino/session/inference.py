@@ -72,12 +72,6 @@ class Interface:
 
     An update that replaces a state is one port. A row write is two ports: the indices of the rows,
     int32 [C], and the rows.
-
-    Attributes:
-        inputs: Feature names.
-        outputs: Feature names.
-        states: Name and type of every state tensor.
-        writes: How each state is written.
     """
 
     inputs: tuple[str, ...]
@@ -121,8 +115,7 @@ class Interface:
 class _Port:
     """An input or output: its feature name, its index, and its fixed shape or None.
 
-    Attributes:
-        is_input_passed_on: Whether the port is an output that returns an input unchanged.
+    An output may return an input unchanged, which is then passed on.
     """
 
     name: str
@@ -273,14 +266,11 @@ PROFILING = "PERF_COUNT"
 
 
 class _Profiler:
-    """Reads the times of a model's kernels.
+    """Reads the times of the kernels of a labelled model, compiled with ``PROFILING``.
 
     OpenVINO 2026.4 counts in whole microseconds and reports the mean over all runs of the model.
     The first run takes longer, so the time of a later run is the mean without the first. OpenVINO
     reports a kernel as not run if its mean is below half a microsecond.
-
-    Args:
-        compiled: A labelled model, compiled with ``PROFILING``.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -467,16 +457,11 @@ class OpenVinoFunction:
     def _run_again(
         self, inputs: Mapping[str, Array], state: OpenVinoState | None, failed: list[_Request]
     ) -> dict[str, Array]:
-        """Import the model again and run once.
+        """Import the model again and run once, after the requests in ``failed`` have failed.
 
         After a call that failed, OpenVINO 2026.4 may refuse sizes that it took before: a reshape
         keeps the sizes that it failed with. No issue is known. So the failure may come from an
         earlier call, or from another thread.
-
-        Args:
-            inputs: Inputs.
-            state: State.
-            failed: Requests of the model that failed.
         """
         with self._renewing:
             try:

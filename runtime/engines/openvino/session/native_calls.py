@@ -131,11 +131,7 @@ def load_natively(program: NativeProgram) -> NativeFunction | None:
 
 
 def native_obstacle(compiled: Any) -> str | None:
-    """Return the reason why a compiled model cannot be called without Python, or None.
-
-    Args:
-        compiled: ``openvino.CompiledModel``.
-    """
+    """Return the reason why a compiled model cannot be called without Python, or None."""
     ports = [*compiled.inputs, *compiled.outputs]
     if any(port.get_partial_shape().rank.is_dynamic for port in ports):
         return "the ranks of its tensors are not fixed"
@@ -150,10 +146,8 @@ def describe_function(
 ) -> NativeProgram:
     """Return the native form of a function.
 
-    Args:
-        config: The properties that the models were compiled with.
-        interface: The tensors of the function.
-        models: The models, one for each set of input shapes.
+    ``config`` has the properties that the models were compiled with: one model for each set of
+    input shapes.
     """
     words = [len(interface.limits)]
     for limits in interface.limits:

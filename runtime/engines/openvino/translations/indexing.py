@@ -55,14 +55,10 @@ def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
 def _scatter_reduced(
     mode: str, data: Tensor, updates: Tensor, scatter: Callable[[Any, Any, str], Any], exact: bool
 ) -> Result:
-    """Return ``data`` with ``updates`` scattered into it.
+    """Return ``data`` with ``updates`` scattered into it by MIL's ``mode``.
 
-    Args:
-        mode: MIL's scatter mode.
-        data: The tensor to write to.
-        updates: The values to write.
-        scatter: Builds the scatter from data, updates and OpenVINO's reduction.
-        exact: Whether an extremum is NaN where one of its values is NaN.
+    ``scatter`` builds the scatter from data, updates and OpenVINO's reduction. If ``exact``, an
+    extremum is NaN where one of its values is NaN.
     """
     reduction, values = _reduction(mode, updates)
     if exact and mode in _EXTREMA:
@@ -75,9 +71,7 @@ def _scatter_reduced(
 def _scatter_divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
     """Return integers divided by the product of their updates, rounded towards zero.
 
-    Args:
-        data: Integers.
-        scatter: Multiplies the updates into a tensor of the shape of ``data``.
+    ``scatter`` multiplies the updates into a tensor of the shape of ``data``.
     """
     divisor = scatter(ops.broadcast(scalar(1, data), shape_of(data)))
     return ops.divide(ops.subtract(data, ops.mod(data, divisor)), divisor)

@@ -335,12 +335,7 @@ class _Layer:
     output_sequence: bool
 
     def by_kernel(self, make: Callable[..., Any], **options: Any) -> Result:
-        """Return hidden states [s or 1, b, D * H] and last states by OpenVINO's sequence op.
-
-        Args:
-            make: Function of the opset that builds the op.
-            options: Additional arguments of ``make``.
-        """
+        """Return hidden states [s or 1, b, D * H] and last states by a sequence op of OpenVINO."""
         count, units = len(self.directions), self.directions[0].units
         x, states = self._checked_inputs()
         by_batch = ops.transpose(x, ints((1, 0, 2)))

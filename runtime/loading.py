@@ -67,7 +67,7 @@ class Input:
         elif feature.bounds:
             lows = (low for low, _ in feature.bounds)
             shape = tuple(max(size, low) for size, low in zip(shape, lows, strict=True))
-        dtype = torch.from_numpy(np.empty(0, feature.type.dtype.numpy)).dtype
+        dtype = getattr(torch, feature.type.dtype.numpy.name)
         image = None if feature.color_space is None else feature
         return cls(feature.name, dtype, shape, image=image)
 

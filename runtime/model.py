@@ -90,13 +90,7 @@ class Model:
         engine: str | None = AUTO,
         options: EngineOptions | None = None,
     ) -> Model:
-        """Load a function of the mlpackage that consists of ``files``.
-
-        Args:
-            files: Relative POSIX path -> content; constants are views of it.
-            function_name: See the class.
-            engine: See the class.
-            options: See the class.
+        """Load a function of the mlpackage that consists of ``files``; constants are views of them.
 
         Raises:
             BlobFormatError: A part is missing or malformed.
@@ -244,10 +238,8 @@ class Model:
     ) -> NativeCall | None:
         """Return a call that runs without Python; None if that is impossible.
 
-        Args:
-            inputs: Names of the inputs, in the order in which calls pass the tensors.
-            outputs: Names of the outputs, in the order in which calls pass the tensors.
-            state: The state that calls read and write, from ``make_state``.
+        ``inputs`` and ``outputs`` are names, in the order in which calls pass the tensors. Calls
+        read and write ``state``, from ``make_state``.
         """
         interface, native = self._native_interface(inputs, outputs), self.compiled.native
         if interface is None or native is None:
@@ -257,9 +249,7 @@ class Model:
     def native_program(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeProgram | None:
         """Return the form of the function that runs without Python; None if that is impossible.
 
-        Args:
-            inputs: See ``native_call``.
-            outputs: See ``native_call``.
+        See ``native_call``.
         """
         interface, native = self._native_interface(inputs, outputs), self.compiled.native
         if interface is None or native is None:
@@ -298,8 +288,7 @@ class Model:
     def with_outputs(self, outputs: Sequence[Feature]) -> Model:
         """Return a model with other values of the function as outputs, on the same engine.
 
-        Args:
-            outputs: Names and types of values of the function's outermost block.
+        The values are of the function's outermost block.
 
         Raises:
             CoreMLDelegateError: See ``compile_function``.
@@ -325,10 +314,7 @@ class Model:
         return self._shapes.names
 
     def check_shapes(self, arrays: Mapping[str, Array]) -> None:
-        """Refuse shapes that the function does not accept.
-
-        Args:
-            arrays: Arrays by input name, at least of ``flexible_inputs``.
+        """Refuse shapes that the function does not accept, of arrays by input name.
 
         Raises:
             InputError: Names the input, the dimension, its size, and what was expected.

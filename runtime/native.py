@@ -148,9 +148,21 @@ SCALAR_TYPES: Final[Mapping[str, int]] = {
     "float16": 5,
     "float32": 6,
     "float64": 7,
+    "complex32": 8,
+    "complex64": 9,
+    "complex128": 10,
     "bool": 11,
+    "bfloat16": 15,
+    "float8_e5m2": 23,
+    "float8_e4m3fn": 24,
+    "float8_e5m2fnuz": 25,
+    "float8_e4m3fnuz": 26,
+    "uint16": 27,
+    "uint32": 28,
+    "uint64": 29,
 }
-"""numpy dtype -> number of torch's scalar type, by which native calls identify dtypes."""
+"""Name of a dtype in torch, and in NumPy -> ExecuTorch's ``ScalarType`` number, without quantized
+and bit types. Native calls identify dtypes by these numbers."""
 
 ArrayType = tuple[str, np.dtype[Any], tuple[int, ...]]
 """Name, dtype and shape of an array."""

@@ -79,7 +79,7 @@ class EngineOptions:
         return "dynamic_quantization=True" if self.dynamic_quantization else None
 
     def refuse_numerics_option(self, engine: str) -> None:
-        """Refuse options that change the program's numerics, for an ``engine`` without such options.
+        """Refuse options that change a program's numerics, for an ``engine`` without such options.
 
         Raises:
             OptionError: ``numerics_option`` is set.

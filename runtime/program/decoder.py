@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.runtime.native import SCALAR_TYPES as NUMBERS
 from coreml_delegate.runtime.program.flatbuffer import (
     BOOL,
     F64,
@@ -46,28 +47,9 @@ from coreml_delegate.runtime.program.plan import (
 )
 
 DTYPES: Final[Mapping[int, torch.dtype]] = {
-    0: torch.uint8,
-    1: torch.int8,
-    2: torch.int16,
-    3: torch.int32,
-    4: torch.int64,
-    5: torch.float16,
-    6: torch.float32,
-    7: torch.float64,
-    8: torch.complex32,
-    9: torch.complex64,
-    10: torch.complex128,
-    11: torch.bool,
-    15: torch.bfloat16,
-    23: torch.float8_e5m2,
-    24: torch.float8_e4m3fn,
-    25: torch.float8_e5m2fnuz,
-    26: torch.float8_e4m3fnuz,
-    27: torch.uint16,
-    28: torch.uint32,
-    29: torch.uint64,
+    number: getattr(torch, name) for name, number in NUMBERS.items()
 }
-"""ExecuTorch's ``ScalarType`` number -> torch dtype, without quantized and bit types."""
+"""ExecuTorch's ``ScalarType`` number -> torch dtype."""
 
 SCALAR_TYPES: Final[Mapping[torch.dtype, int]] = {dtype: number for number, dtype in DTYPES.items()}
 """torch dtype -> ExecuTorch's ``ScalarType`` number."""

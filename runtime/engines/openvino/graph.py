@@ -14,39 +14,27 @@ from coreml_delegate.runtime.engines.openvino.values import Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Packed, writable_alias
 
+INTERFACE_TYPE: dict[DType, ov.Type] = {
+    dtype: ov.Type(dtype.numpy)
+    for dtype in (
+        *(DType.FP16, DType.FP32, DType.BOOL, DType.INT8, DType.UINT8),
+        *(DType.INT16, DType.UINT16, DType.INT32),
+    )
+}
+"""Element type of a MIL type at a function's inputs, outputs and states."""
+
 GRAPH_TYPE: dict[DType, ov.Type] = {
+    **INTERFACE_TYPE,
     # fp16 values are computed in f32: with the program's weights, but without its rounding.
     DType.FP16: ov.Type.f32,
-    DType.FP32: ov.Type.f32,
-    DType.BOOL: ov.Type.boolean,
-    DType.INT8: ov.Type.i8,
-    DType.UINT8: ov.Type.u8,
     # The CPU plugin has no 16-bit integer kernels.
     DType.INT16: ov.Type.i32,
     DType.UINT16: ov.Type.i32,
-    DType.INT32: ov.Type.i32,
     DType.UINT32: ov.Type.i32,
     DType.INT64: ov.Type.i64,
-    DType.INT4: ov.Type.i8,
-    DType.UINT1: ov.Type.u8,
-    DType.UINT2: ov.Type.u8,
-    DType.UINT3: ov.Type.u8,
-    DType.UINT4: ov.Type.u8,
-    DType.UINT6: ov.Type.u8,
+    **{dtype: ov.Type(dtype.numpy) for dtype in DType if dtype.is_packed},
 }
 """Element type of a MIL type inside a graph."""
-
-INTERFACE_TYPE: dict[DType, ov.Type] = {
-    DType.FP16: ov.Type.f16,
-    DType.FP32: ov.Type.f32,
-    DType.BOOL: ov.Type.boolean,
-    DType.INT8: ov.Type.i8,
-    DType.UINT8: ov.Type.u8,
-    DType.INT16: ov.Type.i16,
-    DType.UINT16: ov.Type.u16,
-    DType.INT32: ov.Type.i32,
-}
-"""Element type of a MIL type at a function's inputs, outputs and states."""
 
 # Name of the runtime attribute by which OpenVINO's own importers mark the conversion of a constant.
 _DECOMPRESSION = "decompression_0"

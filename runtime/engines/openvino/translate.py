@@ -15,7 +15,7 @@ from coreml_delegate.runtime.engines.openvino import graph
 from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator
 from coreml_delegate.runtime.engines.openvino.row_writes import find_row_writes, split_readers
 from coreml_delegate.runtime.engines.openvino.scope import Scope, make_parameter
-from coreml_delegate.runtime.engines.openvino.session.state_tensors import StateTypes, Writes
+from coreml_delegate.runtime.engines.openvino.session.state_tensors import Interface, Writes
 from coreml_delegate.runtime.engines.openvino.structural_ops import STRUCTURAL
 from coreml_delegate.runtime.engines.openvino.values import Value, refusal
 from coreml_delegate.runtime.mil.program import (
@@ -29,22 +29,10 @@ from coreml_delegate.targets import Opset
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A model, and the meaning of its ports.
-
-    Attributes:
-        model: Its inputs are ``inputs`` then ``states``, its results ``outputs`` then ``writes``.
-            Weights may share the memory of the function, which must live as long.
-        inputs: Feature names.
-        outputs: Feature names.
-        states: Name and type of every state tensor.
-        writes: How each state is written.
-    """
+    """A model, whose weights may share the memory of the function, and the meaning of its ports."""
 
     model: ov.Model
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    states: StateTypes
-    writes: tuple[Writes, ...]
+    interface: Interface
 
 
 def translate(function: Function, *, exact_nan: bool = False, labelled: bool = False) -> Translated:
@@ -131,13 +119,13 @@ class _Translation:
             writes.append(axes)
         # Any, because the type stub declares the base class's constructor.
         make_model: Any = ov.Model
-        return Translated(
-            make_model(results, parameters, self.function.name),
+        interface = Interface(
             tuple(self.inputs),
             tuple(feature.name for feature in self.function.outputs),
             tuple((name, type_) for name, (_, _, type_) in self.states.items()),
             tuple(writes),
         )
+        return Translated(make_model(results, parameters, self.function.name), interface)
 
     def _write_state(self, name: str) -> tuple[Any, list[Any], Writes]:
         """Return the parameter of a state, the results that update it, and the form of writes."""

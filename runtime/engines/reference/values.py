@@ -25,28 +25,22 @@ from coreml_delegate.runtime.mil.program import (
     writable_alias,
 )
 
-STORAGE_DTYPES: dict[DType, torch.dtype] = {
-    DType.BOOL: torch.bool,
-    DType.FP16: torch.float16,
-    DType.FP32: torch.float32,
-    DType.FP64: torch.float64,
-    DType.BF16: torch.bfloat16,
-    DType.INT4: torch.int8,
-    DType.INT8: torch.int8,
-    DType.INT16: torch.int16,
-    DType.INT32: torch.int32,
-    DType.INT64: torch.int64,
-    DType.UINT1: torch.uint8,
-    DType.UINT2: torch.uint8,
-    DType.UINT3: torch.uint8,
-    DType.UINT4: torch.uint8,
-    DType.UINT6: torch.uint8,
-    DType.UINT8: torch.uint8,
+# Unsigned integers that torch can only store -> the signed integer that computes their values.
+_WIDENED = {
     DType.UINT16: torch.int32,
     DType.UINT32: torch.int64,
     DType.UINT64: torch.int64,
 }
-"""MIL dtype -> torch dtype of its values, except for strings."""
+# MIL dtype -> torch dtype of its values, except for strings.
+_STORAGE_DTYPES = {
+    **{
+        dtype: getattr(torch, dtype.numpy.name)
+        for dtype in DType
+        if dtype not in (DType.STRING, DType.BF16)
+    },
+    DType.BF16: torch.bfloat16,
+    **_WIDENED,
+}
 
 
 class TensorList(tuple["Tensor | None", ...]):
@@ -144,7 +138,7 @@ def storage_dtype(dtype: DType) -> torch.dtype:
         UnsupportedOpError: ``dtype`` is a string.
     """
     try:
-        return STORAGE_DTYPES[dtype]
+        return _STORAGE_DTYPES[dtype]
     except KeyError:
         raise UnsupportedOpError("MIL dtype has no tensor form", got=dtype.label) from None
 
@@ -175,7 +169,6 @@ def describe_operand(values: tuple[Value | Constant | None, ...]) -> str:
     return described[0] if len(described) == 1 else f"({', '.join(described)})"
 
 
-_WIDENED = {DType.UINT16, DType.UINT32, DType.UINT64}
 _NARROW_FLOATS = {torch.float16, torch.bfloat16}
 _MAX_REPR = 80
 _MAX_SHOWN = 8

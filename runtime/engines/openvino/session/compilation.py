@@ -20,7 +20,6 @@ from coreml_delegate.runtime.engines.openvino.plugin import DEVICE, fusion
 from coreml_delegate.runtime.engines.openvino.session.compiled_cache import CompiledCache
 from coreml_delegate.runtime.engines.openvino.session.inference import (
     PROFILING,
-    Interface,
     OpenVinoFunction,
 )
 from coreml_delegate.runtime.engines.openvino.session.static_graphs import (
@@ -113,11 +112,8 @@ def _build(
     _logger.debug(
         "compiled %s %s: %d nodes", function.name, shapes or "", len(translated.model.get_ops())
     )
-    interface = Interface(
-        translated.inputs, translated.outputs, translated.states, translated.writes
-    )
     # Constants of the compiled model may lie in the memory of the program's constants.
-    result = OpenVinoFunction(interface, compiled, config, core=core, keep=function)
+    result = OpenVinoFunction(translated.interface, compiled, config, core=core, keep=function)
     if cache is not None:
         cache.keep(result, shapes)
     return result

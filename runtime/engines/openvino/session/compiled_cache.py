@@ -23,7 +23,8 @@ from coreml_delegate.formats.caches import source_digest
 from coreml_delegate.formats.entry_cache import EntryCache
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
-from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.session.inference import OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.session.state_tensors import Interface
 from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.program import Constant, Function
 from coreml_delegate.runtime.op_errors import last_line

@@ -1,9 +1,10 @@
-"""State tensors, which persist between the calls of a function."""
+"""The ports of a compiled model, and its state tensors, which persist between calls."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from coreml_delegate.errors import ExecutionError
 from coreml_delegate.runtime.engines.base import Array, State
 from coreml_delegate.runtime.engines.openvino.graph import GRAPH_TYPE
+from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import TensorType
 from coreml_delegate.runtime.native import NativeState
 from coreml_delegate.runtime.snapshots import Snapshot
@@ -22,6 +24,51 @@ StateTypes: TypeAlias = tuple[tuple[str, TensorType], ...]
 
 Writes: TypeAlias = tuple[int, ...] | None
 """How a function updates a state: the axis of each row write; None if it replaces the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """The meaning of a compiled model's ports: inputs then states, outputs then state updates.
+
+    An update that replaces a state is one port. A row write is two ports: the indices of the rows,
+    int32 [C], and the rows.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    states: StateTypes
+    writes: tuple[Writes, ...]
+
+    @property
+    def port_counts(self) -> tuple[int, int]:
+        """The number of inputs and of outputs of the model."""
+        updates = sum(1 if axes is None else 2 * len(axes) for axes in self.writes)
+        return len(self.inputs) + len(self.states), len(self.outputs) + updates
+
+    def encode(self) -> dict[str, Any]:
+        """Return the fields as plain data, ready for JSON."""
+        return {
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "states": [[name, type_.dtype.label, type_.shape] for name, type_ in self.states],
+            "writes": self.writes,
+        }
+
+    @classmethod
+    def decode(cls, fields: Mapping[str, Any]) -> Interface:
+        """Return the interface from the result of ``encode``.
+
+        Raises:
+            KeyError: A field is missing.
+            TypeError: A field has the wrong type.
+            ValueError: A field has the wrong length, or an unknown dtype.
+        """
+        states = tuple(
+            (name, TensorType(DType.from_label(label), tuple(shape)))
+            for name, label, shape in fields["states"]
+        )
+        writes = tuple(None if axes is None else tuple(axes) for axes in fields["writes"])
+        return cls(tuple(fields["inputs"]), tuple(fields["outputs"]), states, writes)
 
 
 class OpenVinoState(State):

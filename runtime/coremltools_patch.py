@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
+from coreml_delegate.errors import CoreMLDelegateError, InputError
 from coreml_delegate.patches import third_party
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
-from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.runtime.engines.selection import AUTO, ENGINES, require_choice
 from coreml_delegate.runtime.measured_plan import MeasuredPlan
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.pictures import array_to_picture, is_picture
@@ -335,8 +335,7 @@ def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) 
     Raises:
         OptionError: No such engine.
     """
-    if engine not in (AUTO, *ENGINES):
-        raise OptionError("unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES)))
+    require_choice("engine", engine, ENGINES)
     patch = CoreMLToolsPatch(ModelLoader(engine, options))
     patch.apply()
     return patch

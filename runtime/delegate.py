@@ -54,6 +54,8 @@ class CoreMLDelegate:
 
     Attributes:
         model: The model of the delegate.
+        state: The state that persists between calls; None for a stateless delegate.
+        native: The call without Python, or None; see ``DelegateCallable``.
         python_reason: The reason why calls need Python, as text; None if they do not.
         listener: Called with the inputs before each call in Python, unless it is None.
     """
@@ -73,7 +75,7 @@ class CoreMLDelegate:
         dtypes = dict(zip(model.input_names, model.param_dtypes(), strict=True))
         ranks = {f.name: f.type.shape for f in model.function.inputs}
         self._inputs = [(name, dtypes[name], ranks[name]) for name in names.input_names]
-        self._state = model.make_state()
+        self.state: State | None = model.make_state()
         self._computes_with_torch = model.engine_name == REFERENCE.name
         # Inputs to check; the shapes of the last call, which seldom change, need no check.
         self._flexible = model.flexible_inputs
@@ -85,19 +87,10 @@ class CoreMLDelegate:
         )
         inputs = [name for name, _, _ in self._inputs]
         is_native = self.python_reason is None
-        self._native = model.native_call(inputs, self._outputs, self._state) if is_native else None
+        native = model.native_call(inputs, self._outputs, self.state) if is_native else None
+        self.native: NativeCall | None = native
         self._checked_shapes: tuple[tuple[int, ...], ...] | None = None
         self.listener: Callable[[Sequence[torch.Tensor]], None] | None = None
-
-    @property
-    def state(self) -> State | None:
-        """The state that persists between calls; None for a stateless delegate."""
-        return self._state
-
-    @property
-    def native(self) -> NativeCall | None:
-        """The call without Python, or None; see ``DelegateCallable``."""
-        return self._native
 
     def native_program(self) -> NativeProgram | None:
         """Return the form of the delegate that runs without Python; None if that is impossible.
@@ -127,7 +120,7 @@ class CoreMLDelegate:
         arrays = self._checked_arrays(inputs)
         # OpenVINO has its own threads; the reference engine uses torch's.
         with all_torch_threads() if self._computes_with_torch else nullcontext():
-            results = self.model.compiled(arrays, self._state)
+            results = self.model.compiled(arrays, self.state)
         return [torch.from_numpy(results[name]) for name in self._outputs]
 
     def observe(
@@ -142,7 +135,7 @@ class CoreMLDelegate:
             return self(inputs), ()
         arrays = self._checked_arrays(inputs)
         with all_torch_threads() if self._computes_with_torch else nullcontext():
-            results, events = self._observer.run(arrays, self._state, with_values=with_values)
+            results, events = self._observer.run(arrays, self.state, with_values=with_values)
         return [torch.from_numpy(results[name]) for name in self._outputs], events
 
     def diagnose(
@@ -152,7 +145,7 @@ class CoreMLDelegate:
 
         See ``Model.diagnose``.
         """
-        return self.model.diagnose(self._arrays(inputs), self._state, min_sqnr_db=min_sqnr_db)
+        return self.model.diagnose(self._arrays(inputs), self.state, min_sqnr_db=min_sqnr_db)
 
     def _checked_arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         arrays = self._arrays(inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -333,11 +333,7 @@ class Model:
         return REFERENCE.compile(self.function, EngineOptions())
 
     def _inputs(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        unknown = sorted(set(inputs) - set(self.input_names))
-        if unknown:
-            raise InputError(
-                "unknown input", got=", ".join(unknown), expected=", ".join(self.input_names)
-            )
+        refuse_unknown(inputs, self.input_names)
         arrays = {feature.name: self._input(feature, inputs) for feature in self.function.inputs}
         self.check_shapes(arrays)
         return arrays
@@ -357,6 +353,16 @@ class Model:
             array = array.reshape(1)
         check_shape(feature, array.shape)
         return _cast_declared(feature, array, self._param_dtypes[feature.name])
+
+
+def refuse_unknown(inputs: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse inputs whose names are not among ``names``.
+
+    Raises:
+        InputError: There is such an input.
+    """
+    if unknown := sorted(set(inputs) - set(names)):
+        raise InputError("unknown input", got=", ".join(unknown), expected=", ".join(names))
 
 
 def with_labels(outputs: Mapping[str, Array], classifiers: Sequence[Classifier]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Classifier, Feature, TensorType
 from coreml_delegate.runtime.mil.reader import ML_PROGRAM, parse_model, refusal
-from coreml_delegate.runtime.model import Model, with_labels
+from coreml_delegate.runtime.model import Model, refuse_unknown, with_labels
 from coreml_delegate.runtime.pictures import array_to_picture, is_picture, picture_to_array
 from coreml_delegate.runtime.snapshots import Array
 
@@ -334,11 +334,7 @@ class Pipeline:
         """
         if state is not None:
             raise InputError("a pipeline takes no state", got=type(state).__name__)
-        unknown = sorted(set(inputs) - set(self.input_names))
-        if unknown:
-            raise InputError(
-                "unknown input", got=", ".join(unknown), expected=", ".join(self.input_names)
-            )
+        refuse_unknown(inputs, self.input_names)
         values = dict(inputs)
         for stage in self.stages:
             names = (feature.name for feature in stage.inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coreml_delegate.errors import EngineUnavailableError, OptionError, UnsupportedOpError
@@ -23,6 +23,17 @@ ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (COREML, OPEN
 """Every engine by name, fastest first."""
 
 AUTO = "auto"
+
+
+def require_choice(option: str, name: str | None, names: Iterable[str]) -> None:
+    """Refuse a name that is neither None nor ``auto`` nor among ``names``.
+
+    Raises:
+        OptionError: The option has another value.
+    """
+    choices = (AUTO, *names)
+    if name is not None and name not in choices:
+        raise OptionError(f"unknown {option}", got=repr(name), expected=" | ".join(choices))
 
 
 def engines_here() -> dict[str, Engine]:
@@ -83,8 +94,7 @@ def compile_function(
         # that changes the types names the engine that has it.
         is_narrow = any(dtype.bits < DType.FP32.bits for dtype in function.computed_in())
         name = REFERENCE.name if is_narrow and options.numerics_option is None else AUTO
-    if name != AUTO and name not in ENGINES:
-        raise OptionError("unknown engine", got=repr(name), expected=" | ".join((AUTO, *ENGINES)))
+    require_choice("engine", name, ENGINES)
     if source is None:
         return _compile_with(name, function, options, None)
     key = (source.address, function.name, name, options)

@@ -89,7 +89,7 @@ class Work:
             if out.name in self._returned or self._users.get(out.name, set()) - together
         ]
         try:
-            stored = sum(constant.nbytes for constant in _literals(op))
+            stored = sum(constant.nbytes for constant in op.literals())
             result_bytes = sum(self._size(out.name) for out in op.outputs)
             for name in read:
                 size = self._size(name)
@@ -103,7 +103,7 @@ class Work:
         producer = self._producer.get(name)
         if producer is not None and self._ops[producer].type.startswith("const"):
             op = self._ops[producer]
-            own = sum(constant.nbytes for constant in (*_literals(op), *op.attributes.values()))
+            own = sum(constant.nbytes for constant in (*op.literals(), *op.attributes.values()))
             return own + sum(map(self._size, _names(op)))
         type_ = _tensor(self._types.get(name))
         # A list, for example, which grows at run time.
@@ -305,15 +305,8 @@ def _names(op: Op) -> Iterator[str]:
     inner |= {param.name for block in op.blocks for param in block.inputs}
     seen: dict[str, None] = {}
     for reader in (op, *nested_ops):
-        for bindings in reader.inputs.values():
-            seen.update((b.name, None) for b in bindings if isinstance(b, Ref))
+        seen.update(dict.fromkeys(reader.references()))
     return (name for name in seen if name not in inner)
-
-
-def _literals(op: Op) -> Iterator[Constant]:
-    """Yield the literals among the arguments of an op."""
-    for bindings in op.inputs.values():
-        yield from (b for b in bindings if isinstance(b, Constant))
 
 
 def _tensor(type_: ValueType | None) -> TensorType | None:

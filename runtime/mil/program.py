@@ -153,8 +153,11 @@ class Ref:
     name: str
 
 
-# Ops that read and write values in the dtype of a state.
-_STATE_OPS = frozenset({"read_state", "write_state", "coreml_update_state"})
+STATE_OPERAND = {"read_state": "input", "write_state": "input", "coreml_update_state": "state"}
+"""Type of an op that reads or writes a state -> parameter of the state."""
+
+WRITTEN_OPERAND = {"write_state": "data", "coreml_update_state": "value"}
+"""Type of an op that writes a state -> parameter of the value to write."""
 
 Binding: TypeAlias = Ref | Constant
 """One element of an argument: a name in scope, or a literal."""
@@ -186,6 +189,16 @@ class Op:
     outputs: tuple[NamedType, ...]
     blocks: tuple[Block, ...] = ()
     attributes: Mapping[str, Constant] = field(default_factory=dict[str, Constant])
+
+    def references(self) -> Iterator[str]:
+        """Yield the names among the arguments."""
+        for bindings in self.inputs.values():
+            yield from (binding.name for binding in bindings if isinstance(binding, Ref))
+
+    def literals(self) -> Iterator[Constant]:
+        """Yield the literals among the arguments."""
+        for bindings in self.inputs.values():
+            yield from (binding for binding in bindings if isinstance(binding, Constant))
 
     @property
     def name(self) -> str:
@@ -304,18 +317,11 @@ class Function:
         Weights, reads and writes of states, and casts of outputs do not count.
         """
         ops = list(self.block.walk())
-        read = {
-            binding.name
-            for op in ops
-            if op.type not in _STATE_OPS
-            for bindings in op.inputs.values()
-            for binding in bindings
-            if isinstance(binding, Ref)
-        }
+        read = {name for op in ops if op.type not in STATE_OPERAND for name in op.references()}
         return Counter(
             output.type.dtype
             for op in ops
-            if not op.type.startswith("const") and op.type not in _STATE_OPS
+            if not op.type.startswith("const") and op.type not in STATE_OPERAND
             for output in op.outputs
             if isinstance(output.type, TensorType) and output.type.dtype.is_float
             if op.type != "cast" or output.name in read

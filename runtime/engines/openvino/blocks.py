@@ -21,7 +21,6 @@ from coreml_delegate.runtime.mil.program import (
     ListType,
     NamedType,
     Op,
-    Ref,
     TensorType,
 )
 from coreml_delegate.runtime.op_errors import OpTranslationError, blame, last_line
@@ -136,8 +135,7 @@ class BlockTranslator:
 
     def _reads_misdeclared(self, op: Op) -> bool:
         """Whether an op reads a misdeclared value, and so declares wrong shapes itself."""
-        references = (b for bindings in op.inputs.values() for b in bindings if isinstance(b, Ref))
-        return any(reference.name in self.misdeclared for reference in references)
+        return not self.misdeclared.isdisjoint(op.references())
 
 
 StructuralOp: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]

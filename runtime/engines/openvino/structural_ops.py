@@ -34,6 +34,8 @@ from coreml_delegate.runtime.engines.openvino.graph import (
 from coreml_delegate.runtime.engines.openvino.scope import Scope, partial_shape
 from coreml_delegate.runtime.engines.openvino.values import TensorList, Value, Weight, refusal
 from coreml_delegate.runtime.mil.program import (
+    STATE_OPERAND,
+    WRITTEN_OPERAND,
     Block,
     Constant,
     ListType,
@@ -44,9 +46,6 @@ from coreml_delegate.runtime.mil.program import (
     ValueType,
 )
 
-# Op type -> its parameters for the state and for the value to write.
-_WRITES = {"write_state": ("input", "data"), "coreml_update_state": ("state", "value")}
-
 
 def const(_: BlockTranslator, op: Op, __: Scope) -> tuple[Value, ...]:
     """Return the constant; it becomes a node when a tensor is needed."""
@@ -55,15 +54,14 @@ def const(_: BlockTranslator, op: Op, __: Scope) -> tuple[Value, ...]:
 
 def read_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
     """Return the value of the state at this point of the program."""
-    return (scope.state(_state_name(op, "input")),)
+    return (scope.state(_state_name(op)),)
 
 
 def write_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
     """Replace the state; ``coreml_update_state`` also returns the new value."""
-    state, data = _WRITES[op.type]
-    (binding,) = op.inputs[data]
+    (binding,) = op.inputs[WRITTEN_OPERAND[op.type]]
     value = scope.tensor(scope.value(binding))
-    scope.set_state(_state_name(op, state), value)
+    scope.set_state(_state_name(op), value)
     return (value,) if op.outputs else ()
 
 
@@ -256,12 +254,12 @@ def _shape(type_: ValueType, initial: Value) -> Any:
 
 def _written_states(blocks: Sequence[Block]) -> list[str]:
     """Return the names of the states that blocks write, each once."""
-    writes = [op for block in blocks for op in block.walk() if op.type in _WRITES]
-    return list(dict.fromkeys(_state_name(op, _WRITES[op.type][0]) for op in writes))
+    writes = [op for block in blocks for op in block.walk() if op.type in WRITTEN_OPERAND]
+    return list(dict.fromkeys(map(_state_name, writes)))
 
 
-def _state_name(op: Op, parameter: str) -> str:
-    (binding,) = op.inputs[parameter]
+def _state_name(op: Op) -> str:
+    (binding,) = op.inputs[STATE_OPERAND[op.type]]
     if not isinstance(binding, Ref):
         raise refusal("state", "a constant", "a parameter of the function")
     return binding.name

@@ -26,7 +26,7 @@ from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
 from coreml_delegate.runtime.engines.openvino.session.inference import OpenVinoFunction
 from coreml_delegate.runtime.engines.openvino.session.state_tensors import Interface
 from coreml_delegate.runtime.engines.program_source import ProgramSource
-from coreml_delegate.runtime.mil.program import Constant, Function
+from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.runtime.op_errors import last_line
 
 _logger = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ def is_worth_caching(function: Function) -> bool:
     stored = [
         constant.nbytes
         for op in function.block.walk()
-        for constant in (*op.attributes.values(), *_literals(op.inputs.values()))
+        for constant in (*op.attributes.values(), *op.literals())
         if constant.offset is not None
     ]
     return len(ops) * _SAVED_PER_OP - sum(stored) * _COST_PER_BYTE > _WORTHWHILE
@@ -142,9 +142,3 @@ def entry_key(parts: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
     """Return the key, 32 bytes, of a function compiled for ``shapes``."""
     text = json.dumps({**parts, "shapes": shapes}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
-
-
-def _literals(arguments: Any) -> list[Constant]:
-    return [
-        binding for bindings in arguments for binding in bindings if isinstance(binding, Constant)
-    ]

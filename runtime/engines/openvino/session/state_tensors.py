@@ -78,6 +78,9 @@ class OpenVinoState(State):
     are swapped: a call reads the first and writes the second. A state that calls write rows to has
     one tensor, in the type that the graph computes in; the program's dtype can represent its
     values.
+
+    Attributes:
+        native: The tensors for native calls; the same object for the lifetime of the state.
     """
 
     def __init__(self, types: StateTypes, writes: tuple[Writes, ...]) -> None:
@@ -85,7 +88,7 @@ class OpenVinoState(State):
         self._writes = writes
         self._arrays: tuple[list[Array], list[Array]] = ([], [])
         self._tensors: tuple[list[Any], list[Any]] = ([], [])
-        self._native = NativeState()
+        self.native = NativeState()
         zeros = {name: np.zeros(state_shape(type_), type_.dtype.numpy) for name, type_ in types}
         self._allocate(zeros)
 
@@ -104,14 +107,9 @@ class OpenVinoState(State):
             self._writes = writes
             self._allocate(content)
 
-    @property
-    def native(self) -> NativeState:
-        """The tensors for native calls; the same object for the lifetime of this state."""
-        return self._native
-
     def tensors(self) -> tuple[list[Any], list[Any]]:
         """Return the tensors to read from and the tensors to write to."""
-        side = self._native.side
+        side = self.native.side
         return self._tensors[side], self._tensors[1 - side]
 
     def advance(self, rows: Sequence[Sequence[tuple[NDArray[np.int32], Array]]]) -> None:
@@ -140,7 +138,7 @@ class OpenVinoState(State):
                 )
         for _, array, axis, indices, values in updates:
             np.moveaxis(array, axis, 0)[indices] = np.moveaxis(values, axis, 0)
-        self._native.side = 1 - self._native.side
+        self.native.side = 1 - self.native.side
 
     def _allocate(self, content: Snapshot) -> None:
         """Replace the arrays by new arrays with this content."""
@@ -158,7 +156,7 @@ class OpenVinoState(State):
             [ov.Tensor(array, shared_memory=True) for array in side] for side in arrays
         )
         self._arrays, self._tensors = arrays, (first, second)
-        native, count = self._native, len(self._types)
+        native, count = self.native, len(self._types)
         native.side = 0
         native.has_rows = (ctypes.c_int64 * count)(*(axes is not None for axes in self._writes))
         for number, side in enumerate(arrays):
@@ -171,7 +169,7 @@ class OpenVinoState(State):
 
     def _current(self) -> list[Array]:
         """Return the arrays that the next call reads."""
-        return self._arrays[self._native.side]
+        return self._arrays[self.native.side]
 
     def _read(self, name: str) -> Array:
         return self._arrays_by_name()[name].astype(dict(self._types)[name].dtype.numpy)

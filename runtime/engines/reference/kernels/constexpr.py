@@ -124,7 +124,7 @@ def constexpr_lut_to_sparse(
 
 
 def mask_of_vectors(mask: Tensor, lut: Tensor, axis: int | None) -> Tensor:
-    """Return the mask of values for a mask of indices, each of a vector of ``lut`` along ``axis``."""
+    """Return the mask of values for a mask of indices; a value is a vector along ``axis``."""
     if axis is None or lut.shape[-1] == 1:
         return mask
     return mask.repeat_interleave(lut.shape[-1], dim=axis)

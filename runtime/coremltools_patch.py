@@ -94,12 +94,7 @@ class StateProxy:
 
 
 class ModelProxy:
-    """The model inside ``MLModel``: one function of its program on an engine, or a pipeline.
-
-    Args:
-        model: The loaded model.
-        load_nanoseconds: Time that reading and compiling the model took.
-    """
+    """The model inside ``MLModel``: one function of its program on an engine, or a pipeline."""
 
     def __init__(self, model: Model | Pipeline, load_nanoseconds: int) -> None:
         self.model = model
@@ -200,14 +195,9 @@ class ModelLoader:
         optimization_hints: Mapping[str, str],  # noqa: ARG002 - hints to Apple's compiler
         asset: object,
     ) -> ModelProxy:
-        """Load a model.
+        """Load an ``.mlpackage`` or an ``.mlmodel``; no function name is the default function.
 
-        Args:
-            path: An ``.mlpackage``, or an ``.mlmodel`` file.
-            compute_units: Name of a ``ComputeUnit``.
-            function_name: Empty for the default function.
-            optimization_hints: Core ML's hints, ignored.
-            asset: A compiled model in memory; coremltools passes it only for compiled models.
+        coremltools passes an asset, a compiled model in memory, only for compiled models.
 
         Raises:
             FrameworkError: The model cannot be read, or no engine can run it. coremltools turns the

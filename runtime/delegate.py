@@ -46,11 +46,8 @@ from coreml_delegate.runtime.threads import all_torch_threads
 class CoreMLDelegate:
     """One loaded delegate with its own state, which is zero at start and persists between calls.
 
-    Args:
-        model: The model of the delegate.
-        names: Names of the inputs and outputs, in the order of calls.
-        nbytes: Size of the blob that the model was read from.
-        observer: Runs the model if calls are observed; see ``observe``.
+    The inputs and outputs in ``names`` are in the order of calls. The model was read from a blob of
+    ``nbytes``, and runs by ``observer`` if calls are observed.
 
     Attributes:
         model: The model of the delegate.

@@ -203,13 +203,7 @@ class LoadedProgram(abc.ABC):
 
 
 class LoadedModel(LoadedProgram):
-    """A Core ML model, with its own state.
-
-    Args:
-        model: The model.
-        name: Name of the model in diagnoses.
-        options: The options that it was loaded with.
-    """
+    """A Core ML model, with its own state."""
 
     def __init__(self, model: Model | Pipeline, name: str, options: EngineOptions) -> None:
         self._model = model

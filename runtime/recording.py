@@ -68,8 +68,6 @@ class RecordedFile:
 
     Attributes:
         path: Relative POSIX path; starts with the program's name, except for external data.
-        size: Size in bytes.
-        sha256: Digest, hexadecimal.
         content: The bytes, or None if the recording does not have them.
     """
 
@@ -118,8 +116,6 @@ class Recording:
 
     Attributes:
         program: Name of the program's file or folder.
-        files: Files of the program.
-        run: Engines and host.
         machine: Properties of the machine that ran the program.
         versions: Versions of the software on that machine.
         calls: Calls in order; each method starts in its initial state.

@@ -225,10 +225,7 @@ class Engine(Protocol):
     ) -> CompiledFunction:
         """Prepare ``function`` for execution.
 
-        Args:
-            function: The function to run.
-            options: How to execute.
-            source: The bytes that ``function`` was read from; without them no cache is used.
+        Without ``source``, the bytes that ``function`` was read from, no cache is used.
 
         Raises:
             OptionError: The engine does not support the precision of ``options``.

@@ -50,8 +50,6 @@ class Selection:
     """A function compiled by an engine, and why faster engines were rejected.
 
     Attributes:
-        engine_name: The engine that runs it.
-        compiled: The function, ready to run.
         rejected_engines: Reasons by engine name; empty if the fastest engine was chosen.
         source: The bytes that the function was read from; kept alive, because the key has their
             address.

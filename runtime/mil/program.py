@@ -100,8 +100,6 @@ class Packed:
 
     Attributes:
         stored: [ceil(elements * bits / 8)], uint8, least significant bits first.
-        dtype: A packed type.
-        shape: Shape of the tensor.
     """
 
     stored: NDArray[np.uint8]
@@ -179,8 +177,6 @@ class Op:
         type: MIL op type, for example ``conv``.
         inputs: Parameter name -> bindings; several bindings for variadic parameters (``concat``'s
             ``values``).
-        outputs: Outputs in the op's order.
-        blocks: Nested blocks (``cond``, ``while_loop``).
         attributes: ``name`` and, for ``const`` and the ``constexpr`` ops, the values.
     """
 
@@ -334,8 +330,6 @@ class Program:
 
     Attributes:
         specification_version: 6 (iOS15) to 10 (iOS26).
-        functions: Functions by name.
-        default_function: Name of the function to run by default.
         metadata: User-defined metadata strings.
     """
 

@@ -28,7 +28,6 @@ class CallValue:
     Attributes:
         index: Index in the value table of the method.
         shape: Shape, or the largest shape if it is dynamic.
-        dtype: Element type.
         is_dynamic: Whether the shape varies between calls.
         is_new: Whether the argument is an output for which each call makes a new tensor.
     """
@@ -44,8 +43,6 @@ class DelegateStep:
     """A step of a method that runs a delegate without Python; one call at a time.
 
     Args:
-        native: The call, which this object keeps alive.
-        values: The value table of the method, which calls read and replace.
         arguments: Inputs, then outputs, all row-major.
     """
 

@@ -111,10 +111,6 @@ class DelegatePayload:
     cache across programs must copy them.
 
     Attributes:
-        backend_id: Name of the backend that lowered the subgraph.
-        processed: The bytes that the backend's preprocess returned.
-        compile_specs: Keys and values, in order.
-        method_name: Method that the delegate belongs to.
         is_observed: Whether the host requests events of ops; see ``ObservableDelegate``.
         named_data: Finds data of the program by key. Must be called only while loading.
     """

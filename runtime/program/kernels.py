@@ -49,10 +49,7 @@ class Kernel:
 
 
 def find_kernel(name: str) -> Kernel:
-    """Return the kernel of an operator.
-
-    Args:
-        name: Name with overload, as in a program: ``aten::add.out``, ``aten::copy_``.
+    """Return the kernel of an operator, named with overload: ``aten::add.out``, ``aten::copy_``.
 
     Raises:
         UnsupportedOpError: The operator has no kernel.

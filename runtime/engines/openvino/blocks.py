@@ -45,9 +45,7 @@ class BlockTranslator:
     """Translates blocks into the graphs of their scopes.
 
     Attributes:
-        opset: The opset of the program.
         structural: Ops that need the scope, by type.
-        exact_nan: Whether every op propagates NaN, even where that takes time.
         reasons: Collects the errors. Parameters then replace the values of failed ops, so that one
             pass finds all errors. With None the first error is raised.
         misdeclared: Names of values whose shape differs from the declared shape.
@@ -61,11 +59,6 @@ class BlockTranslator:
 
     def block(self, block: Block, scope: Scope, inputs: Sequence[Value] = ()) -> list[Value]:
         """Translate a block into the graph of ``scope``, a new scope for the names of the block.
-
-        Args:
-            block: The block.
-            scope: The scope.
-            inputs: Values of the block's inputs.
 
         Returns:
             Values of the block's outputs.

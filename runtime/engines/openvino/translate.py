@@ -93,8 +93,6 @@ class _Translation:
     """A function whose ops are translated, before it becomes a model.
 
     Attributes:
-        function: The function.
-        scope: The scope of the function's names.
         inputs: Input name -> parameter of the model.
         states: State name -> parameter of the model, initial value, type.
         values: Output name -> value.

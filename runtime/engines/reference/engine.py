@@ -90,13 +90,10 @@ class ReferenceFunction:
         listener: Listener | None = None,
         decide: Callable[[bool], bool] = bool,
     ) -> dict[str, Array]:
-        """Run once, and pass every value that an op computes to ``listener``.
+        """Run once, and pass every value that an op computes to ``listener``, in execution order.
 
-        Args:
-            inputs: Arrays by feature name, in the dtype of the MIL parameter.
-            state: From ``make_state``; None for stateless functions.
-            listener: Receives every value that an op computes, in execution order.
-            decide: Maps the value of every condition of the program to its outcome.
+        ``decide`` maps the value of every condition of the program to its outcome. The inputs are
+        in the dtype of the MIL parameter.
 
         Returns:
             Outputs by feature name, in declaration order, owned by the caller.

@@ -92,13 +92,10 @@ class Frame:
     """One call of a function.
 
     Attributes:
-        function: The function that is called.
         slots: Values by slot, None in empty slots.
         states: State tensors by slot; replaced, never modified.
         admitted: Signature of the arguments with which each step last passed the memory guard;
             shared by the calls of a function.
-        listener: Receives the values, if it is not None.
-        locations: Location of every op, for the listener.
         decide: Maps the value of a condition to its outcome, so that a comparison of two runs can
             make one follow the path of the other.
         turns: Index of the current iteration of every loop that is running, outermost first.
@@ -138,7 +135,6 @@ class Step(abc.ABC):
     """One op with its names resolved.
 
     Attributes:
-        op: The op.
         sources: Locations of the operands, by parameter name.
     """
 
@@ -239,7 +235,6 @@ class KernelStep(Step):
     """An op that a kernel computes.
 
     Attributes:
-        kernel: The kernel of the op.
         fixed: Arguments known at compile time.
         fetched: Functions that read the other arguments at every call.
     """

@@ -309,10 +309,6 @@ class OpenVinoFunction:
     reused.
 
     Args:
-        interface: Meaning of the model's ports.
-        compiled: OpenVINO's compiled model.
-        config: The properties that it was compiled with.
-        core: OpenVINO's ``Core``.
         keep: An object that must live as long as the model.
         content: The bytes that the model was imported from; None if it was compiled. They live as
             long, too.

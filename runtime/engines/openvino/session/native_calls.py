@@ -57,10 +57,7 @@ _TYPES: Final[Mapping[str, int]] = {
 
 
 class NativeFunction:
-    """A function that can be called without Python.
-
-    Args:
-        program: The function and its models; more may be added.
+    """A function that can be called without Python; models may be added.
 
     Raises:
         EngineUnavailableError: The library cannot be built or loaded, or refuses the function.

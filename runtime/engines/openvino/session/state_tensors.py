@@ -115,8 +115,7 @@ class OpenVinoState(State):
     def advance(self, rows: Sequence[Sequence[tuple[NDArray[np.int32], Array]]]) -> None:
         """Swap the tensors after a call, and write the rows that it returned.
 
-        Args:
-            rows: For each state, the indices and rows of each row write.
+        ``rows`` has, for each state, the indices and rows of each row write.
 
         Raises:
             ExecutionError: An index is outside of its state; then no state has changed.

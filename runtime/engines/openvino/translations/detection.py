@@ -35,16 +35,7 @@ def non_maximum_suppression_ios15(
 ) -> Result:
     """Keep boxes in order of score, unless they overlap a better kept box.
 
-    Args:
-        boxes: [N, B, 4]: centre x, centre y, width, height.
-        scores: [N, B, K]; the score of a box is its highest class score.
-        iou_threshold: Intersection over union above which a better box suppresses a worse one.
-        score_threshold: Boxes whose score is not above it are dropped, except the best box.
-        max_boxes: Number of boxes to return; missing boxes are 0, their indices -1.
-        per_class_suppression: Whether boxes suppress only boxes of the same best class.
-
-    Returns:
-        Boxes [N, max_boxes, 4], scores [N, max_boxes, K], indices [N, max_boxes], counts [N].
+    The reference engine's kernel describes arguments and results.
     """
     best = ops.reduce_max(scores, ints(-1), False)
     is_candidate = _candidates(best, score_threshold)

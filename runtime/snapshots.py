@@ -40,7 +40,7 @@ class State(abc.ABC):
             self._write(name, value)
 
     def write(self, name: str, value: Array) -> None:
-        """Replace the content of the state tensor ``name``, with a cast from any dtype of the same kind.
+        """Replace a state tensor by ``value``, which is cast from any dtype of the same kind.
 
         Raises:
             InputError: No such state tensor, or the shape or the kind of dtype differs.

@@ -28,7 +28,7 @@ from coreml_delegate.patches.third_party import quiet_import
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.op_errors import first_line
-from coreml_delegate.runtime.program import shim_build
+from coreml_delegate.runtime.program import shim
 from coreml_delegate.runtime.program.bundle import is_bundle, program_of
 from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
@@ -57,7 +57,6 @@ from coreml_delegate.runtime.program.plan import (
 )
 from coreml_delegate.runtime.program.ptd import Sources, list_sources, open_program
 from coreml_delegate.runtime.program.pte import Source, map_source
-from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
 from coreml_delegate.runtime.program.signature import mutable_buffers
 from coreml_delegate.runtime.snapshots import State
 
@@ -71,7 +70,7 @@ _REGISTER_LOCK: Final = threading.Lock()
 
 def unavailable_reason() -> str | None:
     """Return the reason why the stock runtime cannot run Core ML delegates here, or None."""
-    return None if machine.has_core_ml() else shim_build.unavailable_reason()
+    return None if machine.has_core_ml() else shim.unavailable_reason()
 
 
 def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> None:
@@ -88,7 +87,7 @@ def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> 
         _logger.debug("the runtime has Core ML's own backend; nothing to register")
         return
     with _REGISTER_LOCK:
-        load_shim().register(backend_id, loader)
+        shim.load_shim().register(backend_id, loader)
 
 
 def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
@@ -212,19 +211,19 @@ class StockProgram(HostProgram):
                 "the events have been written, after which the stock runtime logs no more",
                 remedy="Load the program again, or use host='python'",
             )
-        shim = loaded_shim()
-        if not self._logs_values or self._remaining_bytes is None or shim is None:
+        library = shim.loaded_shim()
+        if not self._logs_values or self._remaining_bytes is None or library is None:
             yield
             return
         own = _logged_bytes(info)
         if own > self._remaining_bytes:
             raise debug_buffer_error(f"method {info.name!r}", own)
-        shim.set_remaining_bytes(self._remaining_bytes - own)
+        library.set_remaining_bytes(self._remaining_bytes - own)
         try:
             yield
         finally:
-            self._remaining_bytes = shim.remaining_bytes or 0
-            shim.set_remaining_bytes(None)
+            self._remaining_bytes = library.remaining_bytes or 0
+            library.set_remaining_bytes(None)
 
     def _logged_events(self) -> tuple[bytes, bytes] | None:
         if self._written is None and self._remaining_bytes is not None:
@@ -270,8 +269,8 @@ class StockProgram(HostProgram):
         loaded = self._methods.get(info.name)
         if loaded is None:
             check_support(info)
-            shim = loaded_shim()
-            with nullcontext([]) if shim is None else shim.collecting() as delegates:
+            library = shim.loaded_shim()
+            with nullcontext([]) if library is None else library.collecting() as delegates:
                 loaded = _call(lambda: self._loaded.load_method(info.name), info, "failed to load")
             self._methods[info.name] = loaded
             self._delegates[info.name] = list(delegates)
@@ -374,8 +373,8 @@ def _start_threads() -> None:
 
 def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
     """Run ``action``; raise a delegate's exception instead of the runtime's error number."""
-    shim = loaded_shim()
-    with nullcontext() if shim is None else shim.keeping_errors() as kept_errors:
+    library = shim.loaded_shim()
+    with nullcontext() if library is None else library.keeping_errors() as kept_errors:
         try:
             return action()
         except (RuntimeError, MemoryError) as error:

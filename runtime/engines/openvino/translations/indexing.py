@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     constant_data,
     convert_to,
@@ -27,6 +26,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     output,
     rank,
     replace_slices,
+    require_room,
     reshape,
     scalar,
     shape_of,

@@ -8,7 +8,6 @@ from typing import Any
 
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     constant_ints,
     dim_of,
@@ -16,6 +15,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     ints,
     normalize_axis,
     rank,
+    require_room,
     shape_of,
     static_dims,
 )

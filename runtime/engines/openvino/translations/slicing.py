@@ -8,7 +8,6 @@ import numpy as np
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines import limits
-from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
     INT_MIN,
@@ -21,6 +20,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     normalize_axis,
     rank,
     replace_slices,
+    require_room,
     scalar,
     shape_of,
     static_dims,

@@ -152,7 +152,8 @@ class Recording:
             )
         file.write(MAGIC + len(header).to_bytes(_SIZE_BYTES, "little") + header)
         for tensor in tensors:
-            file.write(_bytes_of(tensor))
+            flat = tensor.detach().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
         for recorded in self.files:
             if recorded.content is not None:
                 file.writelines(chunks_of(recorded.content))
@@ -372,11 +373,6 @@ def _natural(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r} is no size")
     return value
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def files_of(path: Path, data: Sequence[Path]) -> Iterator[tuple[str, Buffer]]:

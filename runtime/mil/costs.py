@@ -172,10 +172,6 @@ def _per_input(operations: int, parameter: str = "x") -> Estimate:
     return lambda op: operations * math.prod(op.shape(parameter))
 
 
-def _zero(_: Operands) -> int:
-    return 0
-
-
 def _contraction(elements: int, summed: int, op: Operands) -> int:
     """Return the operations of ``elements`` sums of ``summed`` products, plus a bias each."""
     return elements * (2 * summed + op.has("bias"))
@@ -188,10 +184,6 @@ def _conv(op: Operands) -> int:
 def _conv_transpose(op: Operands) -> int:
     products = 2 * math.prod(op.shape("x")) * math.prod(op.shape("weight")[1:])
     return products + op.has("bias") * math.prod(op.result())
-
-
-def _linear(op: Operands) -> int:
-    return _contraction(math.prod(op.result()), op.shape("weight")[-1], op)
 
 
 def _matmul(op: Operands) -> int:
@@ -266,11 +258,11 @@ _TAKE_PARTS: Final = frozenset(
 """Ops that read only the elements of ``x`` that they return."""
 
 _ESTIMATES: Final[Mapping[str, Estimate]] = {
-    **dict.fromkeys(MOVES, _zero),
+    **dict.fromkeys(MOVES, lambda _: 0),
     "conv": _conv,
     "conv_quantized": _conv,
     "conv_transpose": _conv_transpose,
-    "linear": _linear,
+    "linear": lambda op: _contraction(math.prod(op.result()), op.shape("weight")[-1], op),
     "matmul": _matmul,
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,

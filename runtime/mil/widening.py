@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
-    Binding,
     Block,
     Constant,
     DictType,
@@ -20,6 +19,7 @@ from coreml_delegate.runtime.mil.program import (
     ListType,
     NamedType,
     Op,
+    Ref,
     StateType,
     TensorType,
     TupleType,
@@ -71,7 +71,7 @@ def _op(op: Op, originals: Constants) -> Op:
     return Op(
         type=op.type,
         inputs={
-            name: tuple(_binding(binding) for binding in bindings)
+            name: tuple(b if isinstance(b, Ref) else _constant(b) for b in bindings)
             for name, bindings in op.inputs.items()
         },
         outputs=tuple(_named(output) for output in op.outputs),
@@ -82,10 +82,6 @@ def _op(op: Op, originals: Constants) -> Op:
             for name, value in op.attributes.items()
         },
     )
-
-
-def _binding(binding: Binding) -> Binding:
-    return _constant(binding) if isinstance(binding, Constant) else binding
 
 
 def _constant(constant: Constant, original: NDArray[Any] | None = None) -> Constant:

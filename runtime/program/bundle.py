@@ -51,17 +51,15 @@ def cases_of(bundle: memoryview) -> tuple[BundledCase, ...]:
     """
     if not is_bundle(bundle):
         raise BlobFormatError("not a bundled program", got=repr(bytes(bundle[4:8])))
-    suites = FlatBuffer(bundle).root().tables(1, _suite)
+
+    def read_suite(suite: Table) -> tuple[BundledCase, ...]:
+        name = suite.text(0) or ""
+        return suite.tables(
+            1, lambda case: BundledCase(name, case.tables(0, _value), case.tables(1, _value))
+        )
+
+    suites = FlatBuffer(bundle).root().tables(1, read_suite)
     return tuple(case for suite in suites for case in suite)
-
-
-def _suite(table: Table) -> tuple[BundledCase, ...]:
-    name = table.text(0) or ""
-    return tuple(BundledCase(name, inputs, expected) for inputs, expected in table.tables(1, _case))
-
-
-def _case(table: Table) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    return table.tables(0, _value), table.tables(1, _value)
 
 
 def _value(table: Table) -> Value:

@@ -37,7 +37,6 @@ from coreml_delegate.runtime.program.plan import (
     MethodInfo,
     MoveCall,
     TensorSpec,
-    ValueSpec,
 )
 from coreml_delegate.runtime.threads import all_torch_threads
 
@@ -127,13 +126,11 @@ def find_delegate_only_values(
         index
         for index in delegate_outputs.keys()
         & set(method.outputs) - used_elsewhere - delegate_inputs - set(method.inputs)
-        if delegate_outputs[index] == 1 and _is_row_major(method.values[index])
+        if delegate_outputs[index] == 1
+        and isinstance(value := method.values[index], TensorSpec)
+        and value.is_row_major
     }
     return DelegateOnlyValues(frozenset(inputs), frozenset(outputs))
-
-
-def _is_row_major(value: ValueSpec) -> bool:
-    return isinstance(value, TensorSpec) and value.is_row_major
 
 
 def _replaced_values(
@@ -165,11 +162,6 @@ def _result_index(call: KernelCall, method: MethodInfo, kernel: Kernel) -> int |
         if index not in filled and not isinstance(method.values[index], IndexList):
             return index
     return None
-
-
-def _new_tensor(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a row-major copy of ``source`` in ``dtype``."""
-    return torch.empty(source.shape, dtype=dtype).copy_(source)
 
 
 class _Binder:
@@ -354,7 +346,8 @@ class _Binder:
                     result, target.shape, dynamic=dynamic[position], position=position
                 )
                 if is_new[position]:
-                    values[index] = _new_tensor(source, target.dtype)
+                    # A row-major copy.
+                    values[index] = torch.empty(source.shape, dtype=target.dtype).copy_(source)
                     continue
                 if source.shape != target.shape:
                     target.resize_(source.shape)

@@ -161,7 +161,7 @@ def _branch(
     """Return the outputs of a block, and a model whose results are the outputs and the states."""
     values = translator.block(block, scope)
     results = [
-        convert_to(_to_tensor(value, scope), _element_type(named.type))
+        convert_to(_to_tensor(value, scope), GRAPH_TYPE[_element_of(named.type).dtype])
         for value, named in zip(values, declared, strict=True)
     ]
     results += [scope.state(name) for name in states]
@@ -236,10 +236,6 @@ def _element_of(type_: ValueType) -> TensorType:
     if not isinstance(tensor, TensorType):
         raise refusal("value of a block that is no tensor", type_)
     return tensor
-
-
-def _element_type(type_: ValueType) -> ov.Type:
-    return GRAPH_TYPE[_element_of(type_).dtype]
 
 
 def _shape(type_: ValueType, initial: Value) -> Any:

@@ -106,7 +106,11 @@ class _Translation:
 
     def model(self) -> Translated:
         """Build the model."""
-        declared = _declared_types(self.function)
+        named = [
+            *self.function.params,
+            *(out for op in self.function.block.ops for out in op.outputs),
+        ]
+        declared = {n.name: n.type for n in named if isinstance(n.type, TensorType)}
         results = [self._result(feature, declared) for feature in self.function.outputs]
         parameters = [*self.inputs.values()]
         writes: list[Writes] = []
@@ -171,11 +175,6 @@ def _translate_blocks(
     outputs = translator.block(function.block, scope)
     values = dict(zip(function.block.outputs, outputs, strict=True))
     return _Translation(function, scope, inputs, states, values)
-
-
-def _declared_types(function: Function) -> dict[str, TensorType]:
-    declared = [*function.params, *(out for op in function.block.ops for out in op.outputs)]
-    return {named.name: named.type for named in declared if isinstance(named.type, TensorType)}
 
 
 def _make_result(value: Any, type_: TensorType, name: str) -> Any:

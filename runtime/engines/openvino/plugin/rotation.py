@@ -107,7 +107,8 @@ def _matched_rotation(first_part: Any, second_part: Any) -> tuple[_Half, Any, An
     if factors is None:
         return None
     first, second, cos, sin = factors
-    products = {frozenset(map(_key, pair)) for pair in map(_factors, total)}
+    factors_of = (_operands(term, "Multiply") or () for term in total)
+    products = {frozenset(map(_key, pair)) for pair in factors_of}
     if products != {frozenset((_key(second), _key(cos))), frozenset((_key(first), _key(sin)))}:
         return None
     half = _half(first)
@@ -181,10 +182,6 @@ def _half(value: Any) -> _Half | None:
 def _has_rank(value: Any) -> bool:
     rank = value.get_partial_shape().rank
     return rank.is_static and rank.get_length() == _RANK
-
-
-def _factors(value: Any) -> tuple[Any, ...]:
-    return _operands(value, "Multiply") or ()
 
 
 def _operands(value: Any, kind: str) -> tuple[Any, Any] | None:

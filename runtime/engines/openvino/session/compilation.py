@@ -220,10 +220,7 @@ def _require_memory(model: Any) -> None:
     """
     for node in model.get_ops():
         values = [*node.outputs(), *(port.get_source_output() for port in node.inputs())]
-        nbytes = sum(map(_nbytes, values))
+        fixed = (value for value in values if value.get_partial_shape().is_static)
+        nbytes = sum(value.get_tensor().size for value in fixed)
         if nbytes > _FREE_BYTES:
             require_memory(nbytes, f"{node.get_type_name()} {node.get_friendly_name()!r}")
-
-
-def _nbytes(value: Any) -> int:
-    return 0 if value.get_partial_shape().is_dynamic else value.get_tensor().size

@@ -44,6 +44,11 @@ INT_MAX = int(np.iinfo(np.int32).max)
 INT_MIN = int(np.iinfo(np.int32).min)
 
 
+make_model: Any = ov.Model
+"""Builds a model of results, parameters and a name. The type stub declares the base class's
+constructor."""
+
+
 def output(value: Any) -> Any:
     """Return the first output of a node, or an output itself."""
     return value.output(0) if isinstance(value, ov.Node) else value
@@ -254,6 +259,18 @@ def _have_one_symbol(x: Tensor, x_axis: int, y: Tensor, y_axis: int) -> bool:
         for value, axis in ((x, x_axis), (y, y_axis))
     )
     return x_symbol is not None and x_symbol == y_symbol
+
+
+def replace_node(node: Any, replacement: Any) -> None:
+    """Replace a node of a model by another, which takes its name."""
+    replacement.set_friendly_name(node.get_friendly_name())
+    ov.utils.replace_node(node, replacement)
+
+
+def stable_topk(x: Tensor, count: Any, axis: int, mode: str) -> tuple[Any, Any]:
+    """Return the first ``count`` values (``max`` or ``min``) in stable order, and indices, i32."""
+    best = ops.topk(x, count, axis, mode, "value", index_element_type="i32", stable=True)
+    return best.output(0), best.output(1)
 
 
 def per_channel(vector: Tensor, rank_: int, axis: int = 1) -> Any:

@@ -28,6 +28,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     element_type,
     fail_if,
     ints,
+    make_model,
     rank,
     reshape,
 )
@@ -206,8 +207,6 @@ def _as_scalar_flag(value: Any) -> Any:
 
 
 def _make_body(results: Sequence[Any], parameters: Sequence[Any], scope: Scope) -> Any:
-    # Any, because the type stub declares the base class's constructor.
-    make_model: Any = ov.Model
     captured = [capture.parameter for capture in scope.captures]
     return make_model([ops.result(value) for value in results], [*parameters, *captured], "body")
 

@@ -119,15 +119,13 @@ class _Translation:
             parameters.append(parameter)
             results += updates
             writes.append(axes)
-        # Any, because the type stub declares the base class's constructor.
-        make_model: Any = ov.Model
         interface = Interface(
             tuple(self.inputs),
             tuple(feature.name for feature in self.function.outputs),
             tuple((name, type_) for name, (_, _, type_) in self.states.items()),
             tuple(writes),
         )
-        return Translated(make_model(results, parameters, self.function.name), interface)
+        return Translated(graph.make_model(results, parameters, self.function.name), interface)
 
     def _write_state(self, name: str) -> tuple[Any, list[Any], Writes]:
         """Return the parameter of a state, the results that update it, and the form of writes."""

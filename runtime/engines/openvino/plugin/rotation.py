@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
@@ -26,6 +25,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     dims,
     ints,
     normalize_axis,
+    replace_node,
     scalar,
 )
 
@@ -63,8 +63,7 @@ def fuse_rotary_embeddings(model: Any) -> None:
             rewritten = ops.add(by_cos, ops.multiply(_rotate_half(half), wide_sin))
         else:
             continue
-        rewritten.set_friendly_name(node.get_friendly_name())
-        ov.utils.replace_node(node, rewritten)
+        replace_node(node, rewritten)
 
 
 def _concatenated_pair(node: Any) -> tuple[Any, Any] | None:

@@ -16,6 +16,7 @@ from coreml_delegate.errors import EngineUnavailableError, UnsupportedOpError
 from coreml_delegate.runtime.engines.base import CompiledFunction, EngineOptions, Precision
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.engines.openvino import translate
+from coreml_delegate.runtime.engines.openvino.graph import make_model
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE, fusion
 from coreml_delegate.runtime.engines.openvino.session.compiled_cache import CompiledCache
 from coreml_delegate.runtime.engines.openvino.session.inference import (
@@ -188,10 +189,8 @@ def int8_sums_saturate() -> bool:
 
 
 def _compile_probe(result: Any, x: Any, hint: str) -> Any:
-    make_model: Any = ov.Model
-    return ov.Core().compile_model(
-        make_model([result], [x], "probe"), DEVICE, {_PRECISION_HINT: hint}
-    )
+    model = make_model([result], [x], "probe")
+    return ov.Core().compile_model(model, DEVICE, {_PRECISION_HINT: hint})
 
 
 @functools.cache

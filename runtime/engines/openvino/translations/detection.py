@@ -18,6 +18,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     reshape,
     scalar,
     shape_of,
+    stable_topk,
 )
 from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.values import Result, Tensor
@@ -46,9 +47,7 @@ def non_maximum_suppression_ios15(
         candidate_scores = _where(of_class, candidate_scores, -math.inf)
     is_kept = _unsuppressed(boxes, candidate_scores, iou_threshold, max_boxes)
     count = _count(boxes, max_boxes)
-    ranking = ops.topk(
-        _where(is_kept, best, -math.inf), count, 1, "max", "value", "i32", stable=True
-    ).output(1)
+    _, ranking = stable_topk(_where(is_kept, best, -math.inf), count, 1, "max")
     is_box = ops.gather_elements(is_kept, ranking, 1)
     box_indices = ops.unsqueeze(ranking, ints(2))
     wide = ops.unsqueeze(is_box, ints(2))
@@ -93,8 +92,7 @@ def _candidates(best: Any, score_threshold: float) -> Any:
 
 def _first(values: Any) -> Any:
     """Return the index of the greatest element along the last axis."""
-    top = ops.topk(values, ints(1), -1, "max", "value", "i32", stable=True).output(1)
-    return ops.squeeze(top, ints((-1,)))
+    return ops.squeeze(stable_topk(values, ints(1), -1, "max")[1], ints((-1,)))
 
 
 def _unsuppressed(boxes: Any, candidate_scores: Any, iou_threshold: float, max_boxes: int) -> Any:

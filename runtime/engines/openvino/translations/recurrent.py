@@ -27,6 +27,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     dim_of,
     element_type,
     ints,
+    make_model,
     output,
     reshape,
     with_equal_sizes,
@@ -411,8 +412,6 @@ def _pass(x: Tensor, states: list[Tensor], direction: _Direction, step: _Step) -
     goes_on, hidden, *results = (
         ops.result(value) for value in (_true(), ops.unsqueeze(after[0], ints(0)), *after)
     )
-    # Any, because the type stub declares the base class's constructor.
-    make_model: Any = ov.Model
     loop = ops.loop(dim_of(x, 0), _true())
     loop.set_function(make_model([goes_on, hidden, *results], [number, inputs, *before], "step"))
     loop.set_special_body_ports([0, 0])  # input of the step number, output of the condition

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import f32, ints, is_float, magnitude, rank
+from coreml_delegate.runtime.engines.openvino.graph import (
+    f32,
+    ints,
+    is_float,
+    magnitude,
+    rank,
+    stable_topk,
+)
 from coreml_delegate.runtime.engines.openvino.plugin import integers, nan
 from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor
@@ -100,10 +107,7 @@ def _register_argument(op_type: str, mode: str) -> None:
     ) -> Result:
         if is_float(x):
             x = nan.sort_key(x, largest=mode == "max")
-        # Stable, for the first of equal elements.
-        best = ops.topk(
-            x, ints(1), axis, mode, "value", index_element_type="i32", stable=True
-        ).output(1)
+        _, best = stable_topk(x, ints(1), axis, mode)  # the first of equal elements
         return best if keep_dims else ops.squeeze(best, ints((axis,)))
 
     translation(op_type)(argument)

@@ -208,10 +208,7 @@ class ModelLoader:
         started = time.perf_counter_ns()
         with _as_framework_error():
             model = load_mlpackage(
-                path,
-                function_name=function_name or None,
-                engine=self.engine,
-                options=self.options,
+                path, function_name=function_name or None, engine=self.engine, options=self.options
             )
         return ModelProxy(model, time.perf_counter_ns() - started)
 
@@ -353,7 +350,4 @@ def _install() -> None:
 
 
 def _only_core_ml(what: str) -> NoReturn:
-    raise FrameworkError(
-        f"{what} exist only where Core ML does",
-        expected="macOS",
-    )
+    raise FrameworkError(f"{what} exist only where Core ML does", expected="macOS")

@@ -58,12 +58,7 @@ class CoreMLDelegate:
     """
 
     def __init__(
-        self,
-        model: Model,
-        names: MethodMetadata,
-        nbytes: int,
-        *,
-        observer: Observer | None = None,
+        self, model: Model, names: MethodMetadata, nbytes: int, *, observer: Observer | None = None
     ) -> None:
         _check_names("input", names.input_names, model.input_names)
         _check_names("output", names.output_names, model.output_names)

@@ -32,10 +32,7 @@ class ProgramSource:
     """
 
     def __init__(
-        self,
-        spec: Buffer,
-        weights: Mapping[str, Buffer],
-        files: Mapping[str, Buffer] | None = None,
+        self, spec: Buffer, weights: Mapping[str, Buffer], files: Mapping[str, Buffer] | None = None
     ) -> None:
         self.files = dict(files or {})
         self.spec = memoryview(spec)

@@ -214,10 +214,7 @@ def refusal(what: str, kind: str) -> ProgramError:
         ("another type", "Make the model of a PyTorch module, by coremltools.convert"),
     )
     return ProgramError(
-        f"{what} is not an ML Program",
-        got=f"{kind}, {family}",
-        expected=ML_PROGRAM,
-        remedy=remedy,
+        f"{what} is not an ML Program", got=f"{kind}, {family}", expected=ML_PROGRAM, remedy=remedy
     )
 
 

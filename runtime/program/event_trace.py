@@ -152,12 +152,7 @@ class EventTrace:
         return struct.pack("<I", len(content)) + content, bytes(self._buffer)
 
     def _log(
-        self,
-        name: str,
-        symbol: str | None = None,
-        *,
-        times: tuple[int, int],
-        metadata: bytes = b"",
+        self, name: str, symbol: str | None = None, *, times: tuple[int, int], metadata: bytes = b""
     ) -> None:
         self._runs[-1].events.append(
             _Logged(name, *self._position, symbol, times=times, metadata=metadata)

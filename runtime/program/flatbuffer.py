@@ -82,9 +82,7 @@ def require_identifier(view: memoryview, identifier: bytes, what: str) -> None:
     got = bytes(view[4:8])
     if got != identifier:
         raise BlobFormatError(
-            what,
-            got=f"file identifier {got!r} in {len(view)} bytes",
-            expected=repr(identifier),
+            what, got=f"file identifier {got!r} in {len(view)} bytes", expected=repr(identifier)
         )
 
 

@@ -13,12 +13,7 @@ from numpy.typing import NDArray
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.runtime.mil.program import writable_alias
 from coreml_delegate.runtime.program.delegate_interface import NamedData
-from coreml_delegate.runtime.program.plan import (
-    Allocation,
-    Dynamism,
-    MethodInfo,
-    TensorSpec,
-)
+from coreml_delegate.runtime.program.plan import Allocation, Dynamism, MethodInfo, TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.snapshots import Array, Snapshot, State
 
@@ -126,9 +121,7 @@ class BufferState(State):
     """The mutable buffers of a method, as a state; an initial value of None is zeros."""
 
     def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        initial: Mapping[str, torch.Tensor | None],
+        self, tensors: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor | None]
     ) -> None:
         self._tensors = tensors
         self._initial = initial

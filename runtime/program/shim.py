@@ -312,12 +312,7 @@ class Shim:
             self._state.remaining_bytes = remaining
         sizes = (c_int32 * tensor.dim())(*tensor.shape)
         code = self._library.coreml_shim_log_value(
-            tracer,
-            symbol,
-            SCALAR_TYPES[tensor.dtype],
-            tensor.data_ptr(),
-            sizes,
-            tensor.dim(),
+            tracer, symbol, SCALAR_TYPES[tensor.dtype], tensor.data_ptr(), sizes, tensor.dim()
         )
         if code != _OK:
             raise debug_buffer_error(symbol.decode(), tensor.nbytes)
@@ -506,19 +501,12 @@ def _shim_for(root: Path) -> CppLibrary:
         name="coreml_shim",
         folder="stock-shim",
         source=sources.joinpath(_SOURCE).read_bytes(),
-        headers={
-            _HEADER: sources.joinpath(_HEADER).read_bytes(),
-            native.HEADER: native.header(),
-        },
+        headers={_HEADER: sources.joinpath(_HEADER).read_bytes(), native.HEADER: native.header()},
         flags=(
             *_FLAGS,
             f"-I{headers}",
             f"-I{headers / 'executorch/runtime/core/portable_type/c10'}",
         ),
         libraries=(f"-L{root / 'lib'}", "-lexecutorch"),
-        depends_on=(
-            importlib.metadata.version("executorch"),
-            library.st_size,
-            library.st_mtime_ns,
-        ),
+        depends_on=(importlib.metadata.version("executorch"), library.st_size, library.st_mtime_ns),
     )

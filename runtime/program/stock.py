@@ -43,10 +43,7 @@ from coreml_delegate.runtime.program.event_trace import (
     debug_buffer_error,
     used_bytes,
 )
-from coreml_delegate.runtime.program.host_program import (
-    HostProgram,
-    states_of,
-)
+from coreml_delegate.runtime.program.host_program import HostProgram, states_of
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,

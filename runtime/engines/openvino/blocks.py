@@ -30,14 +30,7 @@ from coreml_delegate.targets import Opset
 _WRONGLY_DECLARED = frozenset({"select"})
 
 # Errors that OpenVINO's binding raises for a graph it refuses to build.
-_BUILD_ERRORS = (
-    ArithmeticError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_BUILD_ERRORS = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,7 @@ from coreml_delegate.runtime.engines.openvino.scope import Scope, make_parameter
 from coreml_delegate.runtime.engines.openvino.session.state_tensors import Interface, Writes
 from coreml_delegate.runtime.engines.openvino.structural_ops import STRUCTURAL
 from coreml_delegate.runtime.engines.openvino.values import Value, refusal
-from coreml_delegate.runtime.mil.program import (
-    Feature,
-    Function,
-    StateType,
-    TensorType,
-)
+from coreml_delegate.runtime.mil.program import Feature, Function, StateType, TensorType
 from coreml_delegate.targets import Opset
 
 

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from coreml_delegate.errors import InputError
-from coreml_delegate.runtime.engines.base import (
-    Array,
-    EngineOptions,
-    KernelTime,
-    State,
-)
+from coreml_delegate.runtime.engines.base import Array, EngineOptions, KernelTime, State
 from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram

@@ -178,6 +178,5 @@ def _result_bytes(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) ->
 
 def _on_meta(operands: Any) -> Any:
     return pytree.tree_map(
-        lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf,
-        operands,
+        lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, operands
     )

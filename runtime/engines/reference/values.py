@@ -26,11 +26,7 @@ from coreml_delegate.runtime.mil.program import (
 )
 
 # Unsigned integers that torch can only store -> the signed integer that computes their values.
-_WIDENED = {
-    DType.UINT16: torch.int32,
-    DType.UINT32: torch.int64,
-    DType.UINT64: torch.int64,
-}
+_WIDENED = {DType.UINT16: torch.int32, DType.UINT32: torch.int64, DType.UINT64: torch.int64}
 # MIL dtype -> torch dtype of its values, except for strings.
 _STORAGE_DTYPES = {
     **{

@@ -19,10 +19,7 @@ from coreml_delegate.runtime.engines.openvino import translate
 from coreml_delegate.runtime.engines.openvino.graph import make_model
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE, fusion
 from coreml_delegate.runtime.engines.openvino.session.compiled_cache import CompiledCache
-from coreml_delegate.runtime.engines.openvino.session.inference import (
-    PROFILING,
-    OpenVinoFunction,
-)
+from coreml_delegate.runtime.engines.openvino.session.inference import PROFILING, OpenVinoFunction
 from coreml_delegate.runtime.engines.openvino.session.static_graphs import (
     EnumeratedFunction,
     Shapes,

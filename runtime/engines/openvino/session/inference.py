@@ -125,11 +125,7 @@ class _Request:
     """An infer request with the views and arrays at its ports, for one call at a time."""
 
     def __init__(
-        self,
-        compiled: Any,
-        inputs: list[_Port],
-        outputs: list[_Port],
-        writes: tuple[Writes, ...],
+        self, compiled: Any, inputs: list[_Port], outputs: list[_Port], writes: tuple[Writes, ...]
     ) -> None:
         self._request = compiled.create_infer_request()
         self._has_one_thread = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
@@ -373,10 +369,7 @@ class OpenVinoFunction:
         return self._run(inputs, state, profiler)
 
     def _run(
-        self,
-        inputs: Mapping[str, Array],
-        state: State | None,
-        profiler: _Profiler | None,
+        self, inputs: Mapping[str, Array], state: State | None, profiler: _Profiler | None
     ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
         if isinstance(state, OpenVinoState) is not bool(self._states):
             raise InputError(

@@ -16,19 +16,9 @@ import torch
 from numpy.typing import NDArray
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import (
-    array_constant,
-    f32,
-    integer_constant,
-)
+from coreml_delegate.runtime.engines.openvino.graph import array_constant, f32, integer_constant
 from coreml_delegate.runtime.engines.openvino.translations import translation
-from coreml_delegate.runtime.engines.openvino.values import (
-    Array,
-    Integers,
-    Ints,
-    Result,
-    Weight,
-)
+from coreml_delegate.runtime.engines.openvino.values import Array, Integers, Ints, Result, Weight
 from coreml_delegate.runtime.engines.reference.kernels import constexpr as kernels
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Packed, writable_alias

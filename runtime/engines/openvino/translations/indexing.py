@@ -117,11 +117,7 @@ def _resolve(indices: Tensor, size: Callable[[], Any], validate: bool | None) ->
 
 @translation("gather")
 def gather(
-    x: Tensor,
-    indices: Tensor,
-    axis: int = 0,
-    batch_dims: int = 0,
-    validate_indices: bool = False,
+    x: Tensor, indices: Tensor, axis: int = 0, batch_dims: int = 0, validate_indices: bool = False
 ) -> Result:
     """Slices of ``x`` at ``indices`` along ``axis``; negative indices count from the end."""
     _refuse_validation(indices, validate_indices)

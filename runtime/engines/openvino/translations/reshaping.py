@@ -84,9 +84,7 @@ def flatten2d(x: Tensor, axis: int = 1) -> Result:
     else:
         leading = ops.gather(shape_of(x), ints(list(range(axis))), ints(0))
         return ops.reshape(
-            x,
-            _vector([ops.reduce_prod(leading, ints(0), False), ints(-1)]),
-            special_zero=False,
+            x, _vector([ops.reduce_prod(leading, ints(0), False), ints(-1)]), special_zero=False
         )
     return ops.reshape(x, ints(target), special_zero=False)
 

@@ -110,10 +110,7 @@ def constexpr_sparse_to_dense_ios18(nonzero_data: Tensor, mask: Tensor) -> Tenso
 
 @kernel("constexpr_lut_to_sparse", since=Opset.iOS18)
 def constexpr_lut_to_sparse(
-    indices_mask: Tensor,
-    indices_nonzero_data: Tensor,
-    lut: Tensor,
-    vector_axis: int | None = None,
+    indices_mask: Tensor, indices_nonzero_data: Tensor, lut: Tensor, vector_axis: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Mask and nonzero values of ``constexpr_lut_to_dense`` on sparse indices."""
     dense = constexpr_lut_to_dense_ios18(

@@ -21,7 +21,7 @@ from coreml_delegate.runtime.hosts import HOSTS, load_program, register
 from coreml_delegate.runtime.loading import Execution, Input, LoadedProgram, load
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.pipeline import Pipeline, load_mlpackage
-from coreml_delegate.runtime.program import shim_build
+from coreml_delegate.runtime.program import shim
 from coreml_delegate.runtime.program.host import PythonProgram
 from coreml_delegate.runtime.program.host_program import HostProgram
 from coreml_delegate.runtime.program.stock import StockProgram
@@ -35,7 +35,7 @@ def cmake_prefix_path() -> str:
     Raises:
         EngineUnavailableError: A package is not installed.
     """
-    executorch, openvino = shim_build.executorch_root(), importlib.util.find_spec("openvino")
+    executorch, openvino = shim.executorch_root(), importlib.util.find_spec("openvino")
     for name, location in (("executorch", executorch), ("openvino", openvino)):
         if location is None:
             raise EngineUnavailableError(

@@ -43,11 +43,7 @@ class ExactSum:
     broken: float = 0.0
 
     def add(self, numbers: NDArray[np.float64]) -> None:
-        """Add numbers.
-
-        Args:
-            numbers: fp64, any shape.
-        """
+        """Add fp64 numbers of any shape."""
         flat = numbers.reshape(-1)
         for start in range(0, flat.size, _CHUNK):
             self._add_some(flat[start : start + _CHUNK])
@@ -108,12 +104,7 @@ class Hits:
         return self.in_5 / self.rows if self.rows else None
 
     def add(self, scores: torch.Tensor, labels: torch.Tensor) -> None:
-        """Count rows.
-
-        Args:
-            scores: [rows, classes].
-            labels: [rows], indices of the right classes.
-        """
+        """Count rows of ``scores`` [rows, classes]; ``labels`` [rows] are the right classes."""
         self.rows += labels.numel()
         self.first += int((scores.argmax(-1) == labels).sum())
         self.in_5 += _among_best(scores, labels)

@@ -25,11 +25,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
+from coreml_delegate.errors import CoreMLDelegateError, InputError
 from coreml_delegate.patches import third_party
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, State
-from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.runtime.engines.selection import AUTO, ENGINES, require_choice
 from coreml_delegate.runtime.measured_plan import MeasuredPlan
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.pictures import array_to_picture, is_picture
@@ -54,8 +54,7 @@ class FrameworkError(CoreMLDelegateError, RuntimeError):
 def _as_framework_error(prefix: str = "") -> Generator[None]:
     """Raise errors of this package as ``FrameworkError``.
 
-    Args:
-        prefix: Start of Core ML's message, which programs written for macOS look for.
+    Programs written for macOS look for ``prefix``, the start of Core ML's message.
     """
     try:
         yield
@@ -85,11 +84,7 @@ class StateProxy:
         return tensors[name]
 
     def write_state(self, name: str, value: Any) -> None:
-        """Replace one state tensor.
-
-        Args:
-            name: Feature name.
-            value: Array of the state's shape.
+        """Replace the state tensor ``name`` by an array of its shape.
 
         Raises:
             FrameworkError: No such state, or the shape or the kind of dtype differs.
@@ -99,12 +94,7 @@ class StateProxy:
 
 
 class ModelProxy:
-    """The model inside ``MLModel``: one function of its program on an engine, or a pipeline.
-
-    Args:
-        model: The loaded model.
-        load_nanoseconds: Time that reading and compiling the model took.
-    """
+    """The model inside ``MLModel``: one function of its program on an engine, or a pipeline."""
 
     def __init__(self, model: Model | Pipeline, load_nanoseconds: int) -> None:
         self.model = model
@@ -168,11 +158,7 @@ class ModelProxy:
         return self._predict_nanoseconds
 
     def get_compiled_model_path(self) -> NoReturn:
-        """Raise, because only Core ML compiles to a file.
-
-        Raises:
-            FrameworkError: Always.
-        """
+        """Raise ``FrameworkError``, because only Core ML compiles to a file."""
         _only_core_ml("compiled models (.mlmodelc)")
 
     def _input(self, name: str, value: Any) -> Any:
@@ -196,12 +182,7 @@ class ModelProxy:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoader:
-    """Replaces the class ``_MLModelProxy``: coremltools calls it to load a model.
-
-    Attributes:
-        engine: ``auto`` or an engine's name.
-        options: How to execute.
-    """
+    """Replaces the class ``_MLModelProxy``: coremltools calls it to load a model."""
 
     engine: str
     options: EngineOptions | None
@@ -214,14 +195,9 @@ class ModelLoader:
         optimization_hints: Mapping[str, str],  # noqa: ARG002 - hints to Apple's compiler
         asset: object,
     ) -> ModelProxy:
-        """Load a model.
+        """Load an ``.mlpackage`` or an ``.mlmodel``; no function name is the default function.
 
-        Args:
-            path: An ``.mlpackage``, or an ``.mlmodel`` file.
-            compute_units: Name of a ``ComputeUnit``.
-            function_name: Empty for the default function.
-            optimization_hints: Core ML's hints, ignored.
-            asset: A compiled model in memory; coremltools passes it only for compiled models.
+        coremltools passes an asset, a compiled model in memory, only for compiled models.
 
         Raises:
             FrameworkError: The model cannot be read, or no engine can run it. coremltools turns the
@@ -232,10 +208,7 @@ class ModelLoader:
         started = time.perf_counter_ns()
         with _as_framework_error():
             model = load_mlpackage(
-                path,
-                function_name=function_name or None,
-                engine=self.engine,
-                options=self.options,
+                path, function_name=function_name or None, engine=self.engine, options=self.options
             )
         return ModelProxy(model, time.perf_counter_ns() - started)
 
@@ -263,27 +236,15 @@ class ModelLoader:
         return int(max(Opset))
 
     def get_available_compute_devices(self) -> NoReturn:
-        """Raise, because only Core ML has compute devices.
-
-        Raises:
-            FrameworkError: Always.
-        """
+        """Raise ``FrameworkError``, because only Core ML has compute devices."""
         _only_core_ml("compute devices")
 
     def create_model_asset_from_path(self, path: str) -> NoReturn:  # noqa: ARG002 - their signature
-        """Raise, because only Core ML reads compiled models.
-
-        Raises:
-            FrameworkError: Always.
-        """
+        """Raise ``FrameworkError``, because only Core ML reads compiled models."""
         _only_core_ml("compiled models (.mlmodelc)")
 
     def create_model_asset_from_memory(self, *_parts: object) -> NoReturn:
-        """Raise, because only Core ML compiles models in memory.
-
-        Raises:
-            FrameworkError: Always.
-        """
+        """Raise ``FrameworkError``, because only Core ML compiles models in memory."""
         _only_core_ml("compiled models (.mlmodelc)")
 
 
@@ -361,8 +322,7 @@ def patch_coremltools(engine: str = AUTO, options: EngineOptions | None = None) 
     Raises:
         OptionError: No such engine.
     """
-    if engine not in (AUTO, *ENGINES):
-        raise OptionError("unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES)))
+    require_choice("engine", engine, ENGINES)
     patch = CoreMLToolsPatch(ModelLoader(engine, options))
     patch.apply()
     return patch
@@ -390,7 +350,4 @@ def _install() -> None:
 
 
 def _only_core_ml(what: str) -> NoReturn:
-    raise FrameworkError(
-        f"{what} exist only where Core ML does",
-        expected="macOS",
-    )
+    raise FrameworkError(f"{what} exist only where Core ML does", expected="macOS")

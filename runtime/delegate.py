@@ -46,25 +46,19 @@ from coreml_delegate.runtime.threads import all_torch_threads
 class CoreMLDelegate:
     """One loaded delegate with its own state, which is zero at start and persists between calls.
 
-    Args:
-        model: The model of the delegate.
-        names: Names of the inputs and outputs, in the order of calls.
-        nbytes: Size of the blob that the model was read from.
-        observer: Runs the model if calls are observed; see ``observe``.
+    The inputs and outputs in ``names`` are in the order of calls. The model was read from a blob of
+    ``nbytes``, and runs by ``observer`` if calls are observed.
 
     Attributes:
         model: The model of the delegate.
+        state: The state that persists between calls; None for a stateless delegate.
+        native: The call without Python, or None; see ``DelegateCallable``.
         python_reason: The reason why calls need Python, as text; None if they do not.
         listener: Called with the inputs before each call in Python, unless it is None.
     """
 
     def __init__(
-        self,
-        model: Model,
-        names: MethodMetadata,
-        nbytes: int,
-        *,
-        observer: Observer | None = None,
+        self, model: Model, names: MethodMetadata, nbytes: int, *, observer: Observer | None = None
     ) -> None:
         _check_names("input", names.input_names, model.input_names)
         _check_names("output", names.output_names, model.output_names)
@@ -73,7 +67,7 @@ class CoreMLDelegate:
         dtypes = dict(zip(model.input_names, model.param_dtypes(), strict=True))
         ranks = {f.name: f.type.shape for f in model.function.inputs}
         self._inputs = [(name, dtypes[name], ranks[name]) for name in names.input_names]
-        self._state = model.make_state()
+        self.state: State | None = model.make_state()
         self._computes_with_torch = model.engine_name == REFERENCE.name
         # Inputs to check; the shapes of the last call, which seldom change, need no check.
         self._flexible = model.flexible_inputs
@@ -85,19 +79,10 @@ class CoreMLDelegate:
         )
         inputs = [name for name, _, _ in self._inputs]
         is_native = self.python_reason is None
-        self._native = model.native_call(inputs, self._outputs, self._state) if is_native else None
+        native = model.native_call(inputs, self._outputs, self.state) if is_native else None
+        self.native: NativeCall | None = native
         self._checked_shapes: tuple[tuple[int, ...], ...] | None = None
         self.listener: Callable[[Sequence[torch.Tensor]], None] | None = None
-
-    @property
-    def state(self) -> State | None:
-        """The state that persists between calls; None for a stateless delegate."""
-        return self._state
-
-    @property
-    def native(self) -> NativeCall | None:
-        """The call without Python, or None; see ``DelegateCallable``."""
-        return self._native
 
     def native_program(self) -> NativeProgram | None:
         """Return the form of the delegate that runs without Python; None if that is impossible.
@@ -115,8 +100,7 @@ class CoreMLDelegate:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run once.
 
-        Args:
-            inputs: Tensors in the metadata's order, which are cast to the program's dtypes.
+        The inputs are in the metadata's order, and are cast to the program's dtypes.
 
         Raises:
             InputError: Wrong number of inputs, shapes that the program does not accept, or integers
@@ -128,26 +112,22 @@ class CoreMLDelegate:
         arrays = self._checked_arrays(inputs)
         # OpenVINO has its own threads; the reference engine uses torch's.
         with all_torch_threads() if self._computes_with_torch else nullcontext():
-            results = self.model.compiled(arrays, self._state)
+            results = self.model.compiled(arrays, self.state)
         return [torch.from_numpy(results[name]) for name in self._outputs]
 
     def observe(
         self, inputs: Sequence[torch.Tensor], *, with_values: bool
     ) -> tuple[list[torch.Tensor], tuple[OpEvent, ...]]:
-        """Run once, and report events of ops, if the delegate was loaded to be observed.
+        """Run once, as a call does; return the outputs and the events of ops.
 
-        Args:
-            inputs: As for a call.
-            with_values: Whether to report the values that ops compute; see ``Observer.run``.
-
-        Returns:
-            The outputs as of a call, and the events of the ops.
+        There are no events if the delegate was not loaded to be observed, and values only with
+        ``with_values``; see ``Observer.run``.
         """
         if self._observer is None:
             return self(inputs), ()
         arrays = self._checked_arrays(inputs)
         with all_torch_threads() if self._computes_with_torch else nullcontext():
-            results, events = self._observer.run(arrays, self._state, with_values=with_values)
+            results, events = self._observer.run(arrays, self.state, with_values=with_values)
         return [torch.from_numpy(results[name]) for name in self._outputs], events
 
     def diagnose(
@@ -155,15 +135,13 @@ class CoreMLDelegate:
     ) -> Diagnosis:
         """Diagnose every value of a call with these inputs; the state is unchanged.
 
-        Args:
-            inputs: As for a call.
-            min_sqnr_db: See ``Model.diagnose``.
+        See ``Model.diagnose``.
         """
-        return self.model.diagnose(self._arrays(inputs), self._state, min_sqnr_db=min_sqnr_db)
+        return self.model.diagnose(self._arrays(inputs), self.state, min_sqnr_db=min_sqnr_db)
 
     def trace(self, inputs: Sequence[torch.Tensor], listener: Listener) -> list[torch.Tensor]:
         """Run once on the reference engine without a change of the state; see ``Model.trace``."""
-        results = self.model.trace(self._arrays(inputs), listener, self._state)
+        results = self.model.trace(self._arrays(inputs), listener, self.state)
         return [torch.from_numpy(results[name]) for name in self._outputs]
 
     def _checked_arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
@@ -194,14 +172,7 @@ class CoreMLDelegate:
 def python_reason(program: Program, function: Function, engine: str, nbytes: int) -> str | None:
     """Return the reason why a host calls a delegate in Python, if it is known before compilation.
 
-    Args:
-        program: The delegate's program.
-        function: The delegate's function.
-        engine: Name of the engine that runs the delegate.
-        nbytes: Size of the delegate's blob.
-
-    Returns:
-        The reason as text, or None.
+    ``nbytes`` is the size of the delegate's blob.
     """
     if ENGINES[engine].python_reason is not None:
         return ENGINES[engine].python_reason
@@ -211,12 +182,7 @@ def python_reason(program: Program, function: Function, engine: str, nbytes: int
 
 
 def delegate_loader(engine: str | None, options: EngineOptions | None = None) -> DelegateLoader:
-    """Return a loader of Core ML delegates for a host.
-
-    Args:
-        engine: See ``compile_function``.
-        options: How to execute.
-    """
+    """Return a loader of Core ML delegates for a host; see ``compile_function`` for ``engine``."""
 
     def load(payload: DelegatePayload) -> CoreMLDelegate:
         blob, function = resolve(payload.processed, payload.named_data)
@@ -259,11 +225,9 @@ _COMPUTE_UNITS: Final = "compute_units"
 
 
 def resolve(processed: Buffer, named_data: NamedData) -> tuple[Buffer, str | None]:
-    """Return the blob of a delegate and the function to run; follows a reference to named data.
+    """Return the blob of a delegate and the function to run.
 
-    Args:
-        processed: The bytes of the delegate: a blob, or a reference.
-        named_data: Finds named data of the program.
+    The bytes of a delegate are a blob, or a reference to named data of the program.
 
     Raises:
         BlobFormatError: A malformed reference, or a reference to missing data.

@@ -273,11 +273,8 @@ def _largest(actual: Tensor) -> float:
 def _loss(dtype: torch.dtype, signal: float, error: Tensor, min_sqnr_db: float) -> Fault | None:
     """Return the fault of a finite value, or None.
 
-    Args:
-        dtype: The value's dtype in the program.
-        signal: Energy of the expected value.
-        error: Error of each element.
-        min_sqnr_db: Ratio in dB below which the value is inaccurate.
+    ``dtype`` is the value's dtype in the program, ``signal`` the energy of the expected value, and
+    ``error`` has the error of each element.
     """
     if ratio_db(signal, energy(error)) >= min_sqnr_db:
         return None
@@ -289,28 +286,15 @@ def _loss(dtype: torch.dtype, signal: float, error: Tensor, min_sqnr_db: float) 
 
 
 def signal_and_error(expected: Tensor, actual: Tensor) -> tuple[float, Tensor]:
-    """Return the energy of the signal, and the error of each element.
-
-    Args:
-        expected: Any shape, fp64.
-        actual: Of the same shape, fp64.
-
-    Returns:
-        See ``signals_and_errors``.
-    """
+    """Return the energy of the signal and the errors; see ``signals_and_errors``."""
     signals, errors = signals_and_errors(expected, actual)
     return energy(signals), errors
 
 
 def signals_and_errors(expected: Tensor, actual: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the signal and the error of each element.
+    """Return the signal and the error of each element of fp64 tensors of one shape.
 
-    Args:
-        expected: Any shape, fp64.
-        actual: Of the same shape, fp64.
-
-    Returns:
-        Signal and error; both are 0 where both values are NaN, or the same infinity.
+    Both are 0 where both values are NaN, or the same infinity.
     """
     equal = (expected == actual) | (expected.isnan() & actual.isnan())
     errors = torch.where(equal, 0.0, expected - actual)
@@ -323,11 +307,7 @@ def energy(values: Tensor) -> float:
 
 
 def ratio_db(signal: float, noise: float) -> float:
-    """Return the ratio of signal to error in dB.
-
-    Args:
-        signal: The energy of the signal.
-        noise: The energy of the errors.
+    """Return the ratio of the energies of signal and errors in dB.
 
     Returns:
         inf for no error; -inf if the error is not finite, or if there is an error and no signal.

@@ -17,7 +17,7 @@ from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.delegate import delegate_loader, read_blob, resolve
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.coreml import COREML
-from coreml_delegate.runtime.engines.selection import AUTO, ENGINES
+from coreml_delegate.runtime.engines.selection import AUTO, ENGINES, require_choice
 from coreml_delegate.runtime.program import host as python
 from coreml_delegate.runtime.program import stock
 from coreml_delegate.runtime.program.delegate_interface import (
@@ -104,10 +104,6 @@ def _package_only_option(engine: str | None, options: EngineOptions | None) -> s
 def check_stock_options(engine: str | None, options: EngineOptions | None) -> None:
     """Refuse options that Core ML's own backend lacks, where it runs the delegates.
 
-    Args:
-        engine: ``auto``, or an engine's name.
-        options: How to execute.
-
     Raises:
         OptionError: This is macOS, and the backend does not support an option.
     """
@@ -174,9 +170,8 @@ def load_program(
         ProgramError: A file cannot be read, or ``data`` lacks external data of the program.
         EngineUnavailableError: The stock host cannot be used here; the message has the reason.
     """
-    for kind, name, names in (("host", host, HOSTS), ("engine", engine, (AUTO, *ENGINES))):
-        if name is not None and name not in names:
-            raise OptionError(f"unknown {kind}", got=repr(name), expected=" | ".join(names))
+    require_choice("host", host, _OBSTACLES)
+    require_choice("engine", engine, ENGINES)
     if debug_buffer_size < 0 or (debug_buffer_size and not enable_etdump):
         raise OptionError(
             "values are logged with the events of a program",
@@ -224,8 +219,7 @@ def register(*, engine: str = AUTO, options: EngineOptions | None = None) -> Non
         OptionError: Unknown engine; or, on macOS, an engine other than Core ML.
         EngineUnavailableError: For example, there is no C++ compiler for the required library.
     """
-    if engine not in (AUTO, *ENGINES):
-        raise OptionError("unknown engine", got=repr(engine), expected=" | ".join((AUTO, *ENGINES)))
+    require_choice("engine", engine, ENGINES)
     check_stock_options(engine, options)
     stock.register(delegate_loader(engine, options))
 

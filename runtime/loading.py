@@ -67,7 +67,7 @@ class Input:
         elif feature.bounds:
             lows = (low for low, _ in feature.bounds)
             shape = tuple(max(size, low) for size, low in zip(shape, lows, strict=True))
-        dtype = torch.from_numpy(np.empty(0, feature.type.dtype.numpy)).dtype
+        dtype = getattr(torch, feature.type.dtype.numpy.name)
         image = None if feature.color_space is None else feature
         return cls(feature.name, dtype, shape, image=image)
 
@@ -203,13 +203,7 @@ class LoadedProgram(abc.ABC):
 
 
 class LoadedModel(LoadedProgram):
-    """A Core ML model, with its own state.
-
-    Args:
-        model: The model.
-        name: Name of the model in diagnoses.
-        options: The options that it was loaded with.
-    """
+    """A Core ML model, with its own state."""
 
     def __init__(self, model: Model | Pipeline, name: str, options: EngineOptions) -> None:
         self._model = model
@@ -380,10 +374,7 @@ def load(
 def refuse_pte_options(path: Path, *, enable_etdump: bool = False, **options: object) -> None:
     """Refuse options of a ``.pte`` for a program of another format.
 
-    Args:
-        path: The program.
-        enable_etdump: The option of that name.
-        options: Values of other options by name; None, empty and ``auto`` are defaults.
+    Values of ``options`` that are None, empty or ``auto`` are defaults.
 
     Raises:
         OptionError: One has another value.

@@ -26,16 +26,9 @@ _RUNS = 3
 
 
 class MeasuredPlan:
-    """A compute plan of one function of an mlpackage.
+    """A compute plan of one function of an mlpackage, which an engine measures.
 
-    Args:
-        package: The folder.
-        function_name: The function to measure; None for the default function.
-        engine: ``auto`` or an engine's name.
-        options: How to execute.
-
-    Attributes:
-        model_structure: The operations of the model, as coremltools describes them.
+    ``model_structure`` has the operations of the model, as coremltools describes them.
     """
 
     def __init__(
@@ -54,11 +47,7 @@ class MeasuredPlan:
         """Return None, because the processor that would run an operation is unknown."""
 
     def get_estimated_cost_for_mlprogram_operation(self, operation: Any) -> Any:
-        """Return an operation's share of the time, 0 to 1; None if it was not measured.
-
-        Args:
-            operation: An operation of ``model_structure``.
-        """
+        """Return an operation's share of the time, 0 to 1; None if it was not measured."""
         from coremltools.models.compute_plan import MLComputePlanCost
 
         share = self._shares.get(operation.outputs[0].name) if operation.outputs else None

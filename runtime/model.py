@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -90,13 +90,7 @@ class Model:
         engine: str | None = AUTO,
         options: EngineOptions | None = None,
     ) -> Model:
-        """Load a function of the mlpackage that consists of ``files``.
-
-        Args:
-            files: Relative POSIX path -> content; constants are views of it.
-            function_name: See the class.
-            engine: See the class.
-            options: See the class.
+        """Load a function of the mlpackage that consists of ``files``; constants are views of them.
 
         Raises:
             BlobFormatError: A part is missing or malformed.
@@ -244,10 +238,8 @@ class Model:
     ) -> NativeCall | None:
         """Return a call that runs without Python; None if that is impossible.
 
-        Args:
-            inputs: Names of the inputs, in the order in which calls pass the tensors.
-            outputs: Names of the outputs, in the order in which calls pass the tensors.
-            state: The state that calls read and write, from ``make_state``.
+        ``inputs`` and ``outputs`` are names, in the order in which calls pass the tensors. Calls
+        read and write ``state``, from ``make_state``.
         """
         interface, native = self._native_interface(inputs, outputs), self.compiled.native
         if interface is None or native is None:
@@ -257,9 +249,7 @@ class Model:
     def native_program(self, inputs: Sequence[str], outputs: Sequence[str]) -> NativeProgram | None:
         """Return the form of the function that runs without Python; None if that is impossible.
 
-        Args:
-            inputs: See ``native_call``.
-            outputs: See ``native_call``.
+        See ``native_call``.
         """
         interface, native = self._native_interface(inputs, outputs), self.compiled.native
         if interface is None or native is None:
@@ -298,8 +288,7 @@ class Model:
     def with_outputs(self, outputs: Sequence[Feature]) -> Model:
         """Return a model with other values of the function as outputs, on the same engine.
 
-        Args:
-            outputs: Names and types of values of the function's outermost block.
+        The values are of the function's outermost block.
 
         Raises:
             CoreMLDelegateError: See ``compile_function``.
@@ -339,10 +328,7 @@ class Model:
         return self._shapes.names
 
     def check_shapes(self, arrays: Mapping[str, Array]) -> None:
-        """Refuse shapes that the function does not accept.
-
-        Args:
-            arrays: Arrays by input name, at least of ``flexible_inputs``.
+        """Refuse shapes that the function does not accept, of arrays by input name.
 
         Raises:
             InputError: Names the input, the dimension, its size, and what was expected.
@@ -361,11 +347,7 @@ class Model:
         return REFERENCE.compile(self.function, EngineOptions())
 
     def _inputs(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        unknown = sorted(set(inputs) - set(self.input_names))
-        if unknown:
-            raise InputError(
-                "unknown input", got=", ".join(unknown), expected=", ".join(self.input_names)
-            )
+        refuse_unknown(inputs, self.input_names)
         arrays = {feature.name: self._input(feature, inputs) for feature in self.function.inputs}
         self.check_shapes(arrays)
         return arrays
@@ -385,6 +367,16 @@ class Model:
             array = array.reshape(1)
         check_shape(feature, array.shape)
         return _cast_declared(feature, array, self._param_dtypes[feature.name])
+
+
+def refuse_unknown(inputs: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse inputs whose names are not among ``names``.
+
+    Raises:
+        InputError: There is such an input.
+    """
+    if unknown := sorted(set(inputs) - set(names)):
+        raise InputError("unknown input", got=", ".join(unknown), expected=", ".join(names))
 
 
 def with_labels(outputs: Mapping[str, Array], classifiers: Sequence[Classifier]) -> dict[str, Any]:
@@ -430,13 +422,8 @@ def _cast_declared(feature: Feature, array: Array, dtype: DType) -> Array:
 def cast_input(array: Array, dtype: np.dtype[Any], name: str) -> Array:
     """Return ``array`` as ``dtype``, the same object if it has that dtype already.
 
-    Args:
-        array: Array of any shape.
-        dtype: The dtype of the program's parameter.
-        name: Name of the input, for errors.
-
     Raises:
-        InputError: The array has integers that ``dtype`` cannot hold.
+        InputError: The array has integers that ``dtype`` cannot hold; names the input.
     """
     if array.dtype == dtype:
         return array

@@ -6,6 +6,7 @@ import ctypes
 import importlib.resources
 import math
 from collections.abc import Mapping, Sequence
+from ctypes import POINTER, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -81,12 +82,9 @@ class NativeCall:
 
 @dataclass(frozen=True, slots=True)
 class NativeModel:
-    """A compiled model of a function.
+    """A compiled model of a function, as the engine exports it.
 
-    Attributes:
-        words: The description of the model's ports and states, int64 numbers that
-            ``native_calls.cpp`` reads.
-        content: The engine's export of the model.
+    ``words`` describe the model's ports and states: int64 numbers that ``native_calls.cpp`` reads.
     """
 
     words: tuple[int, ...]
@@ -116,10 +114,10 @@ class NativeArgument(ctypes.Structure):
     """A tensor of a native call, as in ``native_calls.h``."""
 
     _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("sizes", ctypes.POINTER(ctypes.c_int32)),
-        ("rank", ctypes.c_int32),
-        ("type", ctypes.c_int32),
+        ("data", c_void_p),
+        ("sizes", POINTER(c_int32)),
+        ("rank", c_int32),
+        ("type", c_int32),
     )
 
 
@@ -127,28 +125,17 @@ class NativeState(ctypes.Structure):
     """The states of a caller, as in ``native_calls.h``."""
 
     _fields_ = (
-        ("side", ctypes.c_int64),
-        ("has_rows", ctypes.POINTER(ctypes.c_int64)),
-        ("memory", ctypes.POINTER(ctypes.c_void_p) * 2),
+        ("side", c_int64),
+        ("has_rows", POINTER(c_int64)),
+        ("memory", POINTER(c_void_p) * 2),
     )
 
 
-NATIVE_RESIZE: Final = ctypes.CFUNCTYPE(
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.POINTER(ctypes.c_int64),
-    ctypes.c_uint64,
-)
+NATIVE_RESIZE: Final = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_uint64, POINTER(c_int64), c_uint64)
 """Type of the callback that resizes outputs."""
 
 NATIVE_RUN: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int32,
-    ctypes.c_void_p,
-    ctypes.POINTER(NativeArgument),
-    ctypes.c_uint64,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
+    c_int32, c_void_p, POINTER(NativeArgument), c_uint64, c_void_p, c_void_p
 )
 """Type of ``NativeCall.run``. Calling it releases the interpreter's lock."""
 
@@ -161,9 +148,21 @@ SCALAR_TYPES: Final[Mapping[str, int]] = {
     "float16": 5,
     "float32": 6,
     "float64": 7,
+    "complex32": 8,
+    "complex64": 9,
+    "complex128": 10,
     "bool": 11,
+    "bfloat16": 15,
+    "float8_e5m2": 23,
+    "float8_e4m3fn": 24,
+    "float8_e5m2fnuz": 25,
+    "float8_e4m3fnuz": 26,
+    "uint16": 27,
+    "uint32": 28,
+    "uint64": 29,
 }
-"""numpy dtype -> number of torch's scalar type, by which native calls identify dtypes."""
+"""Name of a dtype in torch, and in NumPy -> ExecuTorch's ``ScalarType`` number, without quantized
+and bit types. Native calls identify dtypes by these numbers."""
 
 ArrayType = tuple[str, np.dtype[Any], tuple[int, ...]]
 """Name, dtype and shape of an array."""
@@ -180,7 +179,7 @@ class _Frame:
         self.buffers: list[Array | None] = []
         for argument, (_, dtype, shape) in zip(self.arguments, (*inputs, *outputs), strict=True):
             argument.rank, argument.type = len(shape), SCALAR_TYPES[dtype.name]
-            argument.sizes = (ctypes.c_int32 * len(shape))(*shape)
+            argument.sizes = (c_int32 * len(shape))(*shape)
             is_small = dtype.itemsize * math.prod(shape) <= _COPIED
             buffer = np.empty(shape, dtype) if is_small else None
             if buffer is not None:
@@ -189,13 +188,7 @@ class _Frame:
 
 
 class ArrayCall:
-    """A native call with NumPy arrays. It may be used by several threads.
-
-    Args:
-        call: The native call.
-        inputs: Inputs in the order of the call.
-        outputs: Outputs in the order of the call.
-    """
+    """A native call with NumPy arrays, in the order of the call. Several threads may use it."""
 
     def __init__(
         self, call: NativeCall, inputs: Sequence[ArrayType], outputs: Sequence[ArrayType]
@@ -208,10 +201,7 @@ class ArrayCall:
         self._idle = [_Frame(inputs, outputs)]
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array] | None:
-        """Run once.
-
-        Args:
-            inputs: Arrays by name, in the dtypes and shapes of the constructor, with any strides.
+        """Run once, with arrays of the constructor's dtypes and shapes, and any strides.
 
         Returns:
             New arrays by name; None if the native call declined the arguments.

@@ -33,13 +33,7 @@ _PAGE: Final = 4096
 def write_native_file(
     options: CacheOptions, program: NativeProgram, method: str, processed: Buffer
 ) -> bool:
-    """Write the file of a delegate.
-
-    Args:
-        options: Location and size limit of the cache.
-        program: The delegate's function.
-        method: The method that the delegate belongs to.
-        processed: The delegate's bytes in the ``.pte``.
+    """Write the file of a delegate, a function of ``method`` with these bytes in the ``.pte``.
 
     Returns:
         Whether the file was written; the cache may have no room.
@@ -50,13 +44,7 @@ def write_native_file(
 
 
 def native_file_key(machine: str, method: str, processed: Buffer) -> bytes:
-    """Return the key, 32 bytes, of a delegate's file.
-
-    Args:
-        machine: See ``NativeProgram``.
-        method: See ``write_native_file``.
-        processed: See ``write_native_file``.
-    """
+    """Return the key, 32 bytes, of a delegate's file; see ``NativeProgram`` for ``machine``."""
     digest = hashlib.blake2b(digest_size=32)
     for text in (_SCHEMA, machine, method):
         digest.update(text.encode() + b"\0")

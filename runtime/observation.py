@@ -29,11 +29,9 @@ _LEADING = frozenset(
 
 
 class Observer:
-    """Runs a model, and reports times and values of its ops.
+    """Runs a model that was compiled with ``profiling``, and reports times and values of its ops.
 
-    Args:
-        model: A model that was compiled with ``profiling``.
-        info: Debug info of the model's blob, or None.
+    ``info`` is the debug info of the model's blob, or None.
     """
 
     def __init__(self, model: Model, info: DebugInfo | None) -> None:
@@ -168,9 +166,7 @@ class Observer:
 def debug_symbols(function: Function, info: DebugInfo | None) -> dict[int, str]:
     """Return the debug symbol of each op, by index in the function's block.
 
-    Args:
-        function: Function of a delegate's program.
-        info: Debug info of the delegate's blob, or None.
+    ``info`` is the debug info of the delegate's blob, or None.
     """
     symbols: dict[tuple[str, str], str] = {}
     for symbol, path in () if info is None else info.paths.items():

@@ -33,12 +33,7 @@ def blame(
 ) -> NoReturn:
     """Raise ``error`` again as an error that names the op.
 
-    Args:
-        error: The exception being handled.
-        kind: Class of the new error.
-        what: The op and the problem.
-        got: The op's operands, as text.
-        remedy: What the caller can do, in the imperative.
+    ``what`` is the op and the problem, ``got`` the op's operands.
 
     Raises:
         OpError: Caused by ``error``; ``error`` itself if it already names an op.

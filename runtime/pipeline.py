@@ -26,7 +26,7 @@ from coreml_delegate.runtime.engines.selection import AUTO
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Classifier, Feature, TensorType
 from coreml_delegate.runtime.mil.reader import ML_PROGRAM, parse_model, refusal
-from coreml_delegate.runtime.model import Model, with_labels
+from coreml_delegate.runtime.model import Model, refuse_unknown, with_labels
 from coreml_delegate.runtime.pictures import array_to_picture, is_picture, picture_to_array
 from coreml_delegate.runtime.snapshots import Array
 
@@ -115,10 +115,7 @@ class Suppression:
         return ()
 
     def compute(self, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        """Suppress boxes.
-
-        Args:
-            inputs: Arrays by name; thresholds may be missing.
+        """Suppress boxes; thresholds may be missing among the inputs.
 
         Raises:
             InputError: A shape does not fit.
@@ -180,10 +177,7 @@ def _number(feature: Feature, inputs: Mapping[str, Any]) -> float:
 class PipelineSpec:
     """A pipeline as read from its package, before compilation.
 
-    Attributes:
-        stages: Models in order; an ML Program is a separate mlpackage.
-        inputs: Names of the inputs.
-        outputs: Names of the outputs.
+    A stage that is an ML Program is a separate mlpackage. ``inputs`` and ``outputs`` are names.
     """
 
     stages: tuple[Files | Suppression | PipelineSpec, ...]
@@ -340,11 +334,7 @@ class Pipeline:
         """
         if state is not None:
             raise InputError("a pipeline takes no state", got=type(state).__name__)
-        unknown = sorted(set(inputs) - set(self.input_names))
-        if unknown:
-            raise InputError(
-                "unknown input", got=", ".join(unknown), expected=", ".join(self.input_names)
-            )
+        refuse_unknown(inputs, self.input_names)
         values = dict(inputs)
         for stage in self.stages:
             names = (feature.name for feature in stage.inputs)

@@ -68,8 +68,6 @@ class RecordedFile:
 
     Attributes:
         path: Relative POSIX path; starts with the program's name, except for external data.
-        size: Size in bytes.
-        sha256: Digest, hexadecimal.
         content: The bytes, or None if the recording does not have them.
     """
 
@@ -90,13 +88,7 @@ class RecordedFile:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a method.
-
-    Attributes:
-        method: Name of the method.
-        inputs: Inputs in order.
-        outputs: Outputs by name, in order.
-    """
+    """One call of a method: inputs in order, outputs by name, in order."""
 
     method: str
     inputs: tuple[Value, ...]
@@ -124,8 +116,6 @@ class Recording:
 
     Attributes:
         program: Name of the program's file or folder.
-        files: Files of the program.
-        run: Engines and host.
         machine: Properties of the machine that ran the program.
         versions: Versions of the software on that machine.
         calls: Calls in order; each method starts in its initial state.
@@ -162,7 +152,8 @@ class Recording:
             )
         file.write(MAGIC + len(header).to_bytes(_SIZE_BYTES, "little") + header)
         for tensor in tensors:
-            file.write(_bytes_of(tensor))
+            flat = tensor.detach().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
         for recorded in self.files:
             if recorded.content is not None:
                 file.writelines(chunks_of(recorded.content))
@@ -384,17 +375,10 @@ def _natural(value: object) -> int:
     return value
 
 
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
 def files_of(path: Path, data: Sequence[Path]) -> Iterator[tuple[str, Buffer]]:
-    """Yield the files of a program and of its external data, with their paths in a recording.
+    """Yield the files of a program, a file or folder, and of its external data.
 
-    Args:
-        path: File or folder.
-        data: Files of external data.
+    Each has its path in a recording.
 
     Raises:
         ProgramError: A file cannot be read, or external data has the program's name.
@@ -411,11 +395,7 @@ def files_of(path: Path, data: Sequence[Path]) -> Iterator[tuple[str, Buffer]]:
 
 
 def write_files(recording: Recording, folder: Path) -> tuple[Path, list[Path]]:
-    """Write the program of a recording to a folder.
-
-    Args:
-        recording: A recording with its program.
-        folder: An empty folder.
+    """Write the program of a recording to an empty folder.
 
     Returns:
         Path of the program, and paths of its external data.

@@ -40,11 +40,7 @@ class State(abc.ABC):
             self._write(name, value)
 
     def write(self, name: str, value: Array) -> None:
-        """Replace the content of one state tensor.
-
-        Args:
-            name: Feature name.
-            value: Array of the tensor's shape, cast from any dtype of the same kind.
+        """Replace a state tensor by ``value``, which is cast from any dtype of the same kind.
 
         Raises:
             InputError: No such state tensor, or the shape or the kind of dtype differs.
@@ -71,11 +67,6 @@ class State(abc.ABC):
 def _cast_state(tensors: Mapping[str, Array], name: str, value: Array) -> Array:
     """Return ``value`` in the dtype of the state tensor that it replaces.
 
-    Args:
-        tensors: The tensors of the state, by name.
-        name: Name of the tensor to replace.
-        value: Array of the same shape, with a dtype of the same kind.
-
     Raises:
         InputError: No such tensor, or the shape or the kind of dtype differs.
     """
@@ -97,10 +88,6 @@ def _cast_state(tensors: Mapping[str, Array], name: str, value: Array) -> Array:
 
 def cast_snapshot(tensors: Mapping[str, Array], snapshot: Mapping[str, Array]) -> Snapshot:
     """Return a snapshot in the dtypes of the state tensors that it replaces.
-
-    Args:
-        tensors: The tensors of the state, by name.
-        snapshot: New content of the tensors, by name.
 
     Raises:
         InputError: A name, shape or kind of dtype differs.

@@ -37,9 +37,7 @@ class NativeFunction(Protocol):
     def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
         """Return a call that runs without Python; None if that is impossible.
 
-        Args:
-            interface: The tensors of calls.
-            state: The state that calls read and write, from ``make_state``.
+        Calls read and write ``state``, from ``make_state``.
         """
         ...
 
@@ -48,9 +46,7 @@ class NativeFunction(Protocol):
     ) -> NativeProgram | None:
         """Return the form of the function that runs without Python; None if that is impossible.
 
-        Args:
-            interface: The tensors of calls.
-            shapes: All combinations of enumerated shapes, by input; may be empty.
+        ``shapes`` are all combinations of enumerated shapes, by input; there may be none.
         """
         ...
 
@@ -65,8 +61,7 @@ class NativeFunction(Protocol):
     def prepare_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Compile for enumerated shapes now, rather than at the first call with them.
 
-        Args:
-            shapes: Shapes by name of the inputs that have enumerated shapes.
+        ``shapes`` has the shape of each input with enumerated shapes.
         """
         ...
 
@@ -111,11 +106,7 @@ class CompiledFunction(Protocol):
 
 
 class Engine(Protocol):
-    """An engine is a module-level singleton without state per model.
-
-    Attributes:
-        name: Name of the engine.
-    """
+    """An engine is a module-level singleton without state per model."""
 
     name: str
 
@@ -137,10 +128,7 @@ class Engine(Protocol):
     ) -> CompiledFunction:
         """Prepare ``function`` for execution.
 
-        Args:
-            function: The function to run.
-            options: How to execute.
-            source: The bytes that ``function`` was read from; without them no cache is used.
+        Without ``source``, the bytes that ``function`` was read from, no cache is used.
 
         Raises:
             OptionError: The engine does not support the precision of ``options``.

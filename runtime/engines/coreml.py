@@ -71,12 +71,7 @@ _LIBRARY: Final = "libcoremlpython"
 
 
 class CoreMLState(State):
-    """State tensors of one model instance, which Core ML holds.
-
-    Args:
-        model: The ``MLModel`` that the tensors belong to.
-        types: Types of the tensors, by name.
-    """
+    """State tensors of one ``MLModel``, which Core ML holds; ``types`` are their types by name."""
 
     def __init__(self, model: Any, types: Mapping[str, TensorType]) -> None:
         self._model = model
@@ -118,10 +113,7 @@ class CoreMLState(State):
 class CoreMLFunction:
     """A function that Core ML has loaded. Calls run one at a time, as Core ML's models require.
 
-    Args:
-        function: The function.
-        model: The ``MLModel``.
-        package: The mlpackage that the model was loaded from, which lives as long as the function.
+    The mlpackage that the ``MLModel`` was loaded from lives as long as the function.
     """
 
     native = None
@@ -226,12 +218,7 @@ class CoreMLEngine:
     def compile(
         self, function: Function, options: EngineOptions, source: ProgramSource | None = None
     ) -> CompiledFunction:
-        """Load ``function`` into Core ML, which compiles its mlpackage.
-
-        Args:
-            function: The function to run.
-            options: How to execute.
-            source: The bytes that the function was read from.
+        """Load ``function`` into Core ML, which compiles its mlpackage; see ``Engine``.
 
         Raises:
             EngineUnavailableError: See ``unavailable_reason``.
@@ -270,11 +257,7 @@ COREML: Engine = CoreMLEngine()
 
 
 class _Package:
-    """The mlpackage of a source in a temporary folder, which is removed with this object.
-
-    Attributes:
-        path: The mlpackage.
-    """
+    """The mlpackage of a source in a temporary folder, which is removed with this object."""
 
     def __init__(self, source: ProgramSource) -> None:
         folder = tempfile.mkdtemp(prefix="coreml-delegate-")

@@ -24,6 +24,9 @@ class InputShapes:
         features: The inputs of the function.
         sizes: How sizes depend on each other, if known; see ``dynamic_shapes.input_sizes``.
 
+    Attributes:
+        names: The inputs whose shape is not fixed.
+
     Raises:
         BlobFormatError: ``sizes`` has an input that does not exist, or has another rank.
     """
@@ -36,7 +39,7 @@ class InputShapes:
         tied = len(listed) > 1 and len({len(f.shapes) for f in listed}) == 1
         self._tied = listed if tied else []
         self._related = list(_dimensions_with_expressions(features, sizes))
-        self._names = tuple(f.name for f in self._open)
+        self.names = tuple(f.name for f in self._open)
 
     @classmethod
     def of(cls, program: Program, function: Function) -> InputShapes:
@@ -46,11 +49,6 @@ class InputShapes:
             BlobFormatError: See the class, or the metadata are malformed.
         """
         return cls(function.inputs, input_sizes.read(program.metadata, function.name))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The inputs whose shape is not fixed."""
-        return self._names
 
     def enumerated(self) -> list[dict[str, Shape]]:
         """Return every combination of shapes of the inputs with enumerated shapes, by name."""

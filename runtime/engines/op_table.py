@@ -7,7 +7,8 @@ engine passes the arguments. Keyword-only parameters are not part of the schema;
 that the engine sets.
 
 An op may have functions for several opsets. A program uses the newest version of its opset. A later
-version of MIL that only adds optional parameters has no function of its own.
+version of MIL that only adds optional parameters has no function of its own. If an earlier version
+lacks a parameter and behaves differently, it is the same function with a value for that parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import importlib
 import inspect
 import pkgutil
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -30,12 +31,7 @@ Form = TypeVar("Form")
 
 @dataclass(frozen=True, slots=True)
 class Parameter(Generic[Form]):
-    """One parameter of an op.
-
-    Attributes:
-        form: How the engine passes the argument.
-        required: Whether the program must have the argument.
-    """
+    """One parameter of an op: the form of its argument, and whether a program must have it."""
 
     form: Form
     required: bool
@@ -54,17 +50,23 @@ class Schema(Generic[Form]):
     options: frozenset[str]
 
     @classmethod
-    def read(cls, function: Callable[..., Any], form_of: Callable[[Any], Form]) -> Schema[Form]:
-        """Read the schema from a signature.
+    def read(
+        cls,
+        function: Callable[..., Any],
+        form_of: Callable[[Any], Form],
+        fixed: Collection[str] = (),
+    ) -> Schema[Form]:
+        """Read the schema from a signature with annotations of all parameters.
 
-        Args:
-            function: A function with annotations of all parameters.
-            form_of: Returns the form that an annotation declares.
+        ``form_of`` returns the form that an annotation declares; ``fixed`` are parameters that this
+        version of the op lacks.
         """
         hints = typing.get_type_hints(function, include_extras=True)
         parameters: dict[str, Parameter[Form]] = {}
         options: set[str] = set()
         for name, parameter in inspect.signature(function).parameters.items():
+            if name in fixed:
+                continue
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
                 options.add(name)
             else:
@@ -81,13 +83,15 @@ class OpVersion(Generic[Form]):
         op_type: MIL op type.
         since: First opset with this version.
         function: Takes the op's arguments by keyword.
-        schema: The signature of ``function``.
+        schema: The signature of ``function``, without ``fixed``.
+        fixed: Values of parameters that later versions have and this version lacks.
     """
 
     op_type: str
     since: Opset
     function: Callable[..., Any]
     schema: Schema[Form]
+    fixed: Mapping[str, object]
 
 
 Version = TypeVar("Version", bound=OpVersion[Any])

@@ -32,13 +32,10 @@ class ProgramSource:
     """
 
     def __init__(
-        self,
-        spec: Buffer,
-        weights: Mapping[str, Buffer],
-        files: Mapping[str, Buffer] | None = None,
+        self, spec: Buffer, weights: Mapping[str, Buffer], files: Mapping[str, Buffer] | None = None
     ) -> None:
         self.files = dict(files or {})
-        self._spec = memoryview(spec)
+        self.spec = memoryview(spec)
         self._weights = {name: memoryview(data) for name, data in sorted(weights.items())}
 
     @classmethod
@@ -51,15 +48,10 @@ class ProgramSource:
         parts = locate(files)
         return cls(parts.spec, parts.weights, files)
 
-    @property
-    def spec(self) -> memoryview:
-        """The serialized ``Model`` message."""
-        return self._spec
-
     @functools.cached_property
     def spec_digest(self) -> bytes:
         """Digest of the specification, which has everything but the weights."""
-        return _digest(self._spec)
+        return _digest(self.spec)
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -74,8 +66,8 @@ class ProgramSource:
     @property
     def address(self) -> tuple[object, ...]:
         """A key that is equal for sources at the same address in memory while both are alive."""
-        addresses = (_address(data) for data in self._weights.values())
-        return self.spec_digest, *addresses
+        views = (np.frombuffer(data, np.uint8) for data in self._weights.values() if data.nbytes)
+        return self.spec_digest, *((view.ctypes.data, view.nbytes) for view in views)
 
 
 def _hash(data: Buffer = b"") -> hashlib.blake2b:
@@ -90,7 +82,3 @@ def _digest(data: memoryview) -> bytes:
     with ThreadPoolExecutor(min(len(pieces), os.cpu_count() or 1)) as pool:
         leaves = pool.map(lambda piece: _hash(piece).digest(), pieces)
         return _hash(b"".join(leaves)).digest()
-
-
-def _address(data: memoryview) -> tuple[int, int]:
-    return np.frombuffer(data, np.uint8).ctypes.data if data.nbytes else 0, data.nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from coreml_delegate.errors import EngineUnavailableError, OptionError, UnsupportedOpError
@@ -25,6 +25,17 @@ ENGINES: Mapping[str, Engine] = {engine.name: engine for engine in (COREML, OPEN
 AUTO = "auto"
 
 
+def require_choice(option: str, name: str | None, names: Iterable[str]) -> None:
+    """Refuse a name that is neither None nor ``auto`` nor among ``names``.
+
+    Raises:
+        OptionError: The option has another value.
+    """
+    choices = (AUTO, *names)
+    if name is not None and name not in choices:
+        raise OptionError(f"unknown {option}", got=repr(name), expected=" | ".join(choices))
+
+
 def engines_here() -> dict[str, Engine]:
     """Return the engines that ``auto`` tries on this machine, by name, fastest first.
 
@@ -39,8 +50,6 @@ class Selection:
     """A function compiled by an engine, and why faster engines were rejected.
 
     Attributes:
-        engine_name: The engine that runs it.
-        compiled: The function, ready to run.
         rejected_engines: Reasons by engine name; empty if the fastest engine was chosen.
         source: The bytes that the function was read from; kept alive, because the key has their
             address.
@@ -83,8 +92,7 @@ def compile_function(
         # that changes the types names the engine that has it.
         is_narrow = any(dtype.bits < DType.FP32.bits for dtype in function.computed_in())
         name = REFERENCE.name if is_narrow and options.numerics_option is None else AUTO
-    if name != AUTO and name not in ENGINES:
-        raise OptionError("unknown engine", got=repr(name), expected=" | ".join((AUTO, *ENGINES)))
+    require_choice("engine", name, ENGINES)
     if source is None:
         return _compile_with(name, function, options, None)
     key = (source.address, function.name, name, options)

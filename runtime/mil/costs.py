@@ -33,8 +33,7 @@ class UnknownSizeError(Exception):
 class Work:
     """The work of the ops of a function's outermost block.
 
-    Args:
-        function: Any function. Work that depends on sizes known only at run time is unknown.
+    Work that depends on sizes known only at run time is unknown.
     """
 
     def __init__(self, function: Function) -> None:
@@ -57,10 +56,7 @@ class Work:
         self._returned = frozenset(block.outputs)
 
     def flops(self, index: int) -> int | None:
-        """Return the floating-point operations of an op.
-
-        Args:
-            index: Index of the op in the block.
+        """Return the floating-point operations of the op at ``index`` in the block.
 
         Returns:
             None if a size is known only at run time, or the op has nested blocks.
@@ -75,11 +71,9 @@ class Work:
             return None
 
     def bytes_moved(self, index: int, fused_with: Iterable[int] = ()) -> int | None:
-        """Return the bytes that an op has to read and write, in the types of the program.
+        """Return the bytes that the op at ``index`` reads and writes, in the types of the program.
 
-        Args:
-            index: Index of the op in the block.
-            fused_with: Ops that are fused with it; values between them are not moved.
+        Values between the op and the ops ``fused_with`` it are not moved.
 
         Returns:
             None if a size is known only at run time. Weights count with their stored size.
@@ -95,7 +89,7 @@ class Work:
             if out.name in self._returned or self._users.get(out.name, set()) - together
         ]
         try:
-            stored = sum(constant.nbytes for constant in _literals(op))
+            stored = sum(constant.nbytes for constant in op.literals())
             result_bytes = sum(self._size(out.name) for out in op.outputs)
             for name in read:
                 size = self._size(name)
@@ -109,7 +103,7 @@ class Work:
         producer = self._producer.get(name)
         if producer is not None and self._ops[producer].type.startswith("const"):
             op = self._ops[producer]
-            own = sum(constant.nbytes for constant in (*_literals(op), *op.attributes.values()))
+            own = sum(constant.nbytes for constant in (*op.literals(), *op.attributes.values()))
             return own + sum(map(self._size, _names(op)))
         type_ = _tensor(self._types.get(name))
         # A list, for example, which grows at run time.
@@ -119,13 +113,7 @@ class Work:
 
 
 class Operands:
-    """An op with the sizes of its operands and results.
-
-    Args:
-        op: The op.
-        types: Types of the values in scope, by name.
-        constants: Constants in scope, by name.
-    """
+    """An op with the sizes of its operands and results, from the types of the values in scope."""
 
     def __init__(
         self, op: Op, types: Mapping[str, ValueType], constants: Mapping[str, Constant]
@@ -184,10 +172,6 @@ def _per_input(operations: int, parameter: str = "x") -> Estimate:
     return lambda op: operations * math.prod(op.shape(parameter))
 
 
-def _zero(_: Operands) -> int:
-    return 0
-
-
 def _contraction(elements: int, summed: int, op: Operands) -> int:
     """Return the operations of ``elements`` sums of ``summed`` products, plus a bias each."""
     return elements * (2 * summed + op.has("bias"))
@@ -200,10 +184,6 @@ def _conv(op: Operands) -> int:
 def _conv_transpose(op: Operands) -> int:
     products = 2 * math.prod(op.shape("x")) * math.prod(op.shape("weight")[1:])
     return products + op.has("bias") * math.prod(op.result())
-
-
-def _linear(op: Operands) -> int:
-    return _contraction(math.prod(op.result()), op.shape("weight")[-1], op)
 
 
 def _matmul(op: Operands) -> int:
@@ -278,11 +258,11 @@ _TAKE_PARTS: Final = frozenset(
 """Ops that read only the elements of ``x`` that they return."""
 
 _ESTIMATES: Final[Mapping[str, Estimate]] = {
-    **dict.fromkeys(MOVES, _zero),
+    **dict.fromkeys(MOVES, lambda _: 0),
     "conv": _conv,
     "conv_quantized": _conv,
     "conv_transpose": _conv_transpose,
-    "linear": _linear,
+    "linear": lambda op: _contraction(math.prod(op.result()), op.shape("weight")[-1], op),
     "matmul": _matmul,
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
@@ -317,15 +297,8 @@ def _names(op: Op) -> Iterator[str]:
     inner |= {param.name for block in op.blocks for param in block.inputs}
     seen: dict[str, None] = {}
     for reader in (op, *nested_ops):
-        for bindings in reader.inputs.values():
-            seen.update((b.name, None) for b in bindings if isinstance(b, Ref))
+        seen.update(dict.fromkeys(reader.references()))
     return (name for name in seen if name not in inner)
-
-
-def _literals(op: Op) -> Iterator[Constant]:
-    """Yield the literals among the arguments of an op."""
-    for bindings in op.inputs.values():
-        yield from (b for b in bindings if isinstance(b, Constant))
 
 
 def _tensor(type_: ValueType | None) -> TensorType | None:

@@ -29,10 +29,7 @@ Features = tuple[Feature, ...]
 
 
 def read_features(
-    name: str,
-    description: Any,
-    types: Mapping[str, ValueType],
-    excluded: Collection[str] = (),
+    name: str, description: Any, types: Mapping[str, ValueType], excluded: Collection[str] = ()
 ) -> tuple[Features, Features, Features]:
     """Return inputs, outputs and states of one function, in declaration order.
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
-    STATE_OPS,
+    STATE_OPERAND,
     Binding,
     Constant,
     Function,
@@ -51,7 +51,7 @@ def fp16_ops(function: Function) -> list[Op]:
         op
         for op in function.block.ops
         if op.outputs
-        and not (op.type.startswith("const") or op.type in STATE_OPS or op.blocks)
+        and not (op.type.startswith("const") or op.type in STATE_OPERAND or op.blocks)
         and all(isinstance(output.type, TensorType) for output in op.outputs)
         and not _casts_floats(op, types)
         and any(

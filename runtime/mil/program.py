@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,24 @@ from numpy.typing import NDArray
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
+
+
+class _WritableMemory:
+    """The memory of a read-only array, declared writable."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self.owner = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
+
+
+def writable_alias(array: NDArray[Any]) -> NDArray[Any]:
+    """Return an array on the memory of ``array``, which it keeps alive. It must not be written to.
+
+    torch and OpenVINO have no read-only tensors, and warn about read-only arrays or refuse them.
+    Weights mapped from a file can so be shared instead of copied.
+    """
+    return np.asarray(_WritableMemory(array))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +100,6 @@ class Packed:
 
     Attributes:
         stored: [ceil(elements * bits / 8)], uint8, least significant bits first.
-        dtype: A packed type.
-        shape: Shape of the tensor.
     """
 
     stored: NDArray[np.uint8]
@@ -135,8 +151,11 @@ class Ref:
     name: str
 
 
-STATE_OPS = frozenset({"read_state", "write_state", "coreml_update_state"})
-"""Ops that read and write values in the dtype of a state."""
+STATE_OPERAND = {"read_state": "input", "write_state": "input", "coreml_update_state": "state"}
+"""Type of an op that reads or writes a state -> parameter of the state."""
+
+WRITTEN_OPERAND = {"write_state": "data", "coreml_update_state": "value"}
+"""Type of an op that writes a state -> parameter of the value to write."""
 
 Binding: TypeAlias = Ref | Constant
 """One element of an argument: a name in scope, or a literal."""
@@ -158,8 +177,6 @@ class Op:
         type: MIL op type, for example ``conv``.
         inputs: Parameter name -> bindings; several bindings for variadic parameters (``concat``'s
             ``values``).
-        outputs: Outputs in the op's order.
-        blocks: Nested blocks (``cond``, ``while_loop``).
         attributes: ``name`` and, for ``const`` and the ``constexpr`` ops, the values.
     """
 
@@ -168,6 +185,16 @@ class Op:
     outputs: tuple[NamedType, ...]
     blocks: tuple[Block, ...] = ()
     attributes: Mapping[str, Constant] = field(default_factory=dict[str, Constant])
+
+    def references(self) -> Iterator[str]:
+        """Yield the names among the arguments."""
+        for bindings in self.inputs.values():
+            yield from (binding.name for binding in bindings if isinstance(binding, Ref))
+
+    def literals(self) -> Iterator[Constant]:
+        """Yield the literals among the arguments."""
+        for bindings in self.inputs.values():
+            yield from (binding for binding in bindings if isinstance(binding, Constant))
 
     @property
     def name(self) -> str:
@@ -286,18 +313,11 @@ class Function:
         Weights, reads and writes of states, and casts of outputs do not count.
         """
         ops = list(self.block.walk())
-        read = {
-            binding.name
-            for op in ops
-            if op.type not in STATE_OPS
-            for bindings in op.inputs.values()
-            for binding in bindings
-            if isinstance(binding, Ref)
-        }
+        read = {name for op in ops if op.type not in STATE_OPERAND for name in op.references()}
         return Counter(
             output.type.dtype
             for op in ops
-            if not op.type.startswith("const") and op.type not in STATE_OPS
+            if not op.type.startswith("const") and op.type not in STATE_OPERAND
             for output in op.outputs
             if isinstance(output.type, TensorType) and output.type.dtype.is_float
             if op.type != "cast" or output.name in read
@@ -310,8 +330,6 @@ class Program:
 
     Attributes:
         specification_version: 6 (iOS15) to 10 (iOS26).
-        functions: Functions by name.
-        default_function: Name of the function to run by default.
         metadata: User-defined metadata strings.
     """
 

@@ -208,21 +208,13 @@ def parse_model(spec: bytes | memoryview) -> Any:
 
 
 def refusal(what: str, kind: str) -> ProgramError:
-    """Return the error for a model that is no ML Program.
-
-    Args:
-        what: The model, for the message.
-        kind: Name of the model's type in ``Model.proto``.
-    """
+    """Return the error for a model of another type, ``kind`` in ``Model.proto``."""
     family, remedy = next(
         (names for kinds, names in _OTHER_TYPES.items() if kind in kinds),
         ("another type", "Make the model of a PyTorch module, by coremltools.convert"),
     )
     return ProgramError(
-        f"{what} is not an ML Program",
-        got=f"{kind}, {family}",
-        expected=ML_PROGRAM,
-        remedy=remedy,
+        f"{what} is not an ML Program", got=f"{kind}, {family}", expected=ML_PROGRAM, remedy=remedy
     )
 
 

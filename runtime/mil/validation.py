@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.runtime.mil.location import describe_op, located_ops
 from coreml_delegate.runtime.mil.program import (
+    STATE_OPERAND,
     Block,
     Feature,
     Function,
@@ -28,8 +29,6 @@ MAX_ELEMENTS = 1 << 40
 """Elements of one tensor; a program with a larger shape is damaged."""
 
 _MAX_RANK = 16  # Core ML's own limit is 5 for most ops
-# Type of an op that takes a state -> parameter of the state.
-_STATE_OPERAND = {"read_state": "input", "write_state": "input", "coreml_update_state": "state"}
 
 
 def check_tensor_type(declared: TensorType) -> None:
@@ -71,8 +70,8 @@ def _problem(op: Op) -> str | None:
     check = _CHECKS.get(op.type)
     if check is not None:
         return check(op)
-    if op.type in _STATE_OPERAND and _STATE_OPERAND[op.type] not in op.inputs:
-        return f"lacks its {_STATE_OPERAND[op.type]!r}"
+    if op.type in STATE_OPERAND and STATE_OPERAND[op.type] not in op.inputs:
+        return f"lacks its {STATE_OPERAND[op.type]!r}"
     if op.blocks:
         return f"has {len(op.blocks)} nested blocks and needs none"
     return None
@@ -167,7 +166,7 @@ class _References:
         for name, bindings in op.inputs.items():
             used = [b.name for b in bindings if isinstance(b, Ref)]
             self._check_defined(user, used)
-            if name != _STATE_OPERAND.get(op.type):
+            if name != STATE_OPERAND.get(op.type):
                 self._check_values(user, used)
             elif len(bindings) != 1 or not set(used) & self._states:
                 raise self._error(f"{user} needs a state as {name!r}", used)

@@ -29,7 +29,7 @@ from coreml_delegate.runtime.mil.mixed_precision import (
     in_fp32,
     mix_precision,
 )
-from coreml_delegate.runtime.mil.program import Function, Op, Ref
+from coreml_delegate.runtime.mil.program import Function, Op
 from coreml_delegate.runtime.mil.widening import widen_function
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.observation import debug_symbols
@@ -183,7 +183,7 @@ def _units(number: int, delegate: MeasuredDelegate, flops: Sequence[int], first:
     for group, positions in enumerate(groups):
         ops = tuple(function.block.ops[indices[position]] for position in positions)
         handles = {h for position in positions for h in delegate.handles.get(indices[position], ())}
-        handles |= {h for op in ops for name in _names_read(op) for h in of_casts.get(name, ())}
+        handles |= {h for op in ops for name in op.references() for h in of_casts.get(name, ())}
         sources = frozenset[int]().union(*(producers[op] for op in ops)) - {first + group}
         work = sum(flops[indices[position]] for position in positions)
         units.append(Unit(number, ops, tuple(sorted(handles)), sources, work))
@@ -199,15 +199,6 @@ def _handles_of_casts(
         op.outputs[0].name: [h for h in handles.get(index, ()) if h not in own]
         for index, op in enumerate(function.block.ops)
         if op in casts
-    }
-
-
-def _names_read(op: Op) -> set[str]:
-    return {
-        binding.name
-        for bindings in op.inputs.values()
-        for binding in bindings
-        if isinstance(binding, Ref)
     }
 
 
@@ -231,7 +222,7 @@ def _producers(function: Function, unit_of: Mapping[Op, int]) -> dict[Op, set[in
     by_value: dict[str, set[int]] = {}
     producers: dict[Op, set[int]] = {}
     for op in function.block.ops:
-        producers[op] = {unit for name in _names_read(op) for unit in by_value.get(name, ())}
+        producers[op] = {unit for name in op.references() for unit in by_value.get(name, ())}
         own = {unit_of[op]} if op in unit_of else producers[op]
         by_value.update((output.name, own) for output in op.outputs)
     return producers

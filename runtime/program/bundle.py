@@ -6,7 +6,6 @@ Source: ExecuTorch 1.5, ``devtools/bundled_program/schema``.
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,26 +13,16 @@ import torch
 
 from coreml_delegate.errors import BlobFormatError
 from coreml_delegate.runtime.program.decoder import DTYPES
-from coreml_delegate.runtime.program.flatbuffer import FlatBuffer, Table
+from coreml_delegate.runtime.program.flatbuffer import F64, I32, I64, U8, FlatBuffer, Table
 
 IDENTIFIER: Final = b"BP08"
-_INT32: Final = struct.Struct("<i")
-_INT64: Final = struct.Struct("<q")
-_DOUBLE: Final = struct.Struct("<d")
-_BYTE: Final = struct.Struct("<B")
 
 Value = torch.Tensor | int | float | bool
 
 
 @dataclass(frozen=True, slots=True)
 class BundledCase:
-    """One call of a method.
-
-    Attributes:
-        method: Name of the method.
-        inputs: The inputs.
-        expected: The expected outputs; empty if the bundle has no outputs.
-    """
+    """One call of a method; ``expected`` is empty if the bundle has no outputs."""
 
     method: str
     inputs: tuple[Value, ...]
@@ -62,21 +51,19 @@ def cases_of(bundle: memoryview) -> tuple[BundledCase, ...]:
     """
     if not is_bundle(bundle):
         raise BlobFormatError("not a bundled program", got=repr(bytes(bundle[4:8])))
-    suites = FlatBuffer(bundle).root().tables(1, _suite)
+
+    def read_suite(suite: Table) -> tuple[BundledCase, ...]:
+        name = suite.text(0) or ""
+        return suite.tables(
+            1, lambda case: BundledCase(name, case.tables(0, _value), case.tables(1, _value))
+        )
+
+    suites = FlatBuffer(bundle).root().tables(1, read_suite)
     return tuple(case for suite in suites for case in suite)
 
 
-def _suite(table: Table) -> tuple[BundledCase, ...]:
-    name = table.text(0) or ""
-    return tuple(BundledCase(name, inputs, expected) for inputs, expected in table.tables(1, _case))
-
-
-def _case(table: Table) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    return table.tables(0, _value), table.tables(1, _value)
-
-
 def _value(table: Table) -> Value:
-    kind, content = table.integer(0, _BYTE), table.table(1)
+    kind, content = table.integer(0, U8), table.table(1)
     read: Any = _KINDS.get(kind)
     if read is None or content is None:
         raise BlobFormatError("a value of the bundle has an unknown type", got=str(kind))
@@ -84,8 +71,8 @@ def _value(table: Table) -> Value:
 
 
 def _tensor(table: Table) -> torch.Tensor:
-    number = table.integer(0, _BYTE)
-    sizes, data = table.integers(1, _INT32), table.raw(2)
+    number = table.integer(0, U8)
+    sizes, data = table.integers(1, I32), table.raw(2)
     dtype = DTYPES.get(number)
     expected = -1 if dtype is None else math.prod(sizes) * dtype.itemsize
     if dtype is None or min(sizes, default=0) < 0 or not 0 < len(data) == expected:
@@ -95,7 +82,7 @@ def _tensor(table: Table) -> torch.Tensor:
             "a tensor of the bundle is corrupt",
             got=f"scalar type {number}, sizes {list(sizes)}, {len(data)} bytes",
         )
-    order = table.integers(3, _BYTE) or tuple(range(len(sizes)))
+    order = table.integers(3, U8) or tuple(range(len(sizes)))
     if sorted(order) != list(range(len(sizes))):
         raise BlobFormatError("a tensor of the bundle is corrupt", got=f"dim order {order}")
     stored = torch.frombuffer(bytearray(data), dtype=dtype).reshape([sizes[d] for d in order])
@@ -104,7 +91,7 @@ def _tensor(table: Table) -> torch.Tensor:
 
 _KINDS: Final = {
     1: _tensor,
-    2: lambda table: table.integer(0, _INT64),
-    3: lambda table: bool(table.integer(0, _BYTE)),
-    4: lambda table: table.real(0, _DOUBLE),
+    2: lambda table: table.integer(0, I64),
+    3: lambda table: bool(table.integer(0, U8)),
+    4: lambda table: table.real(0, F64),
 }

@@ -8,7 +8,6 @@ module are positions in those files; a union counts twice.
 
 from __future__ import annotations
 
-import enum
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,19 @@ from typing import Final
 import torch
 
 from coreml_delegate.errors import BlobFormatError
-from coreml_delegate.runtime.program.flatbuffer import Table
+from coreml_delegate.runtime.native import SCALAR_TYPES as NUMBERS
+from coreml_delegate.runtime.program.flatbuffer import (
+    BOOL,
+    F64,
+    I8,
+    I32,
+    I64,
+    U8,
+    U32,
+    U64,
+    Table,
+    require_index,
+)
 from coreml_delegate.runtime.program.plan import (
     Allocation,
     DelegateCall,
@@ -35,38 +46,10 @@ from coreml_delegate.runtime.program.plan import (
     ValueSpec,
 )
 
-_I8: Final = struct.Struct("<b")
-_I32: Final = struct.Struct("<i")
-_U32: Final = struct.Struct("<I")
-_I64: Final = struct.Struct("<q")
-_U64: Final = struct.Struct("<Q")
-_F64: Final = struct.Struct("<d")
-_U8: Final = struct.Struct("<B")
-_BOOL: Final = struct.Struct("<?")
-
 DTYPES: Final[Mapping[int, torch.dtype]] = {
-    0: torch.uint8,
-    1: torch.int8,
-    2: torch.int16,
-    3: torch.int32,
-    4: torch.int64,
-    5: torch.float16,
-    6: torch.float32,
-    7: torch.float64,
-    8: torch.complex32,
-    9: torch.complex64,
-    10: torch.complex128,
-    11: torch.bool,
-    15: torch.bfloat16,
-    23: torch.float8_e5m2,
-    24: torch.float8_e4m3fn,
-    25: torch.float8_e5m2fnuz,
-    26: torch.float8_e4m3fnuz,
-    27: torch.uint16,
-    28: torch.uint32,
-    29: torch.uint64,
+    number: getattr(torch, name) for name, number in NUMBERS.items()
 }
-"""ExecuTorch's ``ScalarType`` number -> torch dtype, without quantized and bit types."""
+"""ExecuTorch's ``ScalarType`` number -> torch dtype."""
 
 SCALAR_TYPES: Final[Mapping[torch.dtype, int]] = {dtype: number for number, dtype in DTYPES.items()}
 """torch dtype -> ExecuTorch's ``ScalarType`` number."""
@@ -76,33 +59,12 @@ _MAX_RANK: Final = 16  # kTensorDimensionLimit
 _MAX_NBYTES: Final = 1 << 62
 
 
-class DataLocation(enum.IntEnum):
-    """Location of a delegate's bytes."""
+Resolver = Callable[[str, int], memoryview]
+"""Returns the bytes at a location, by index; raises BlobFormatError if they do not exist."""
 
-    INLINE = 0
-    SEGMENT = 1
-
-
-@dataclass(frozen=True, slots=True)
-class DataReference:
-    """A reference to bytes by location and index."""
-
-    location: DataLocation
-    index: int
-
-
-Resolver = Callable[[DataReference], memoryview]
-"""Returns the bytes of a reference; raises BlobFormatError if they do not exist."""
-
-
-def _require(index: int, count: int, what: str) -> int:
-    if not 0 <= index < count:
-        raise BlobFormatError(
-            f"program refers to {what} that it does not have",
-            got=f"index {index}",
-            expected=f"0..{count - 1}" if count else "none at all",
-        )
-    return index
+SEGMENT: Final = "segment"
+# The DataLocation enum.
+_LOCATIONS: Final = {0: "inline", 1: SEGMENT}
 
 
 def _present(table: Table | None, what: str) -> Table:
@@ -123,8 +85,8 @@ def _name(text: str | None, what: str) -> str:
 def _allocation(table: Table | None) -> Allocation | None:
     if table is None:
         return None
-    low, high = table.integer(1, _U32), table.integer(2, _U32)
-    return Allocation(arena=table.integer(0, _U32), offset=low | high << 32)
+    low, high = table.integer(1, U32), table.integer(2, U32)
+    return Allocation(arena=table.integer(0, U32), offset=low | high << 32)
 
 
 def _dtype(number: int) -> torch.dtype:
@@ -153,23 +115,23 @@ def _check_layout(shape: tuple[int, ...], dim_order: tuple[int, ...], storage_of
 
 
 def _tensor(table: Table) -> TensorSpec:
-    shape = table.integers(2, _I32)
+    shape = table.integers(2, I32)
     # Exporters omit the order only for scalars; older exporters also for contiguous tensors.
-    dim_order = table.integers(3, _U8) or tuple(range(len(shape)))
-    _check_layout(shape, dim_order, table.integer(1, _I32))
+    dim_order = table.integers(3, U8) or tuple(range(len(shape)))
+    _check_layout(shape, dim_order, table.integer(1, I32))
     extra = table.table(9)
-    external = extra is not None and extra.integer(2, _I8) == 1
-    dynamism = table.integer(8, _I8)
+    external = extra is not None and extra.integer(2, I8) == 1
+    dynamism = table.integer(8, I8)
     if dynamism not in _DYNAMISM:
         raise BlobFormatError("tensor has an unknown dynamism", got=str(dynamism))
     spec = TensorSpec(
-        dtype=_dtype(table.integer(0, _I8)),
+        dtype=_dtype(table.integer(0, I8)),
         shape=shape,
         dim_order=dim_order,
         dynamism=_DYNAMISM[dynamism],
-        buffer=table.integer(5, _U32),
+        buffer=table.integer(5, U32),
         allocation=_allocation(table.table(6)),
-        mutable_segment=extra.integer(0, _U64) if extra else 0,
+        mutable_segment=extra.integer(0, U64) if extra else 0,
         external_key=_name(extra.text(1), "external tensor") if extra and external else None,
     )
     if spec.nbytes > _MAX_NBYTES:
@@ -184,21 +146,21 @@ def _index_list(kind: ListKind, layout: struct.Struct) -> Callable[[Table], Inde
 # The KernelTypes union: number of a member -> decoder of its table.
 _VALUES: Final[Mapping[int, Callable[[Table], ValueSpec]]] = {
     1: lambda _: None,
-    2: lambda table: table.integer(0, _I64),
-    3: lambda table: bool(table.integer(0, _BOOL)),
-    4: lambda table: table.real(0, _F64),
+    2: lambda table: table.integer(0, I64),
+    3: lambda table: bool(table.integer(0, BOOL)),
+    4: lambda table: table.real(0, F64),
     5: _tensor,
     6: lambda table: table.text(0) or "",
-    7: _index_list(ListKind.INT, _I64),
-    8: lambda table: tuple(float(item) for item in table.scalars(0, _F64)),
-    9: lambda table: tuple(bool(item) for item in table.scalars(0, _BOOL)),
-    10: _index_list(ListKind.TENSOR, _I32),
-    11: _index_list(ListKind.OPTIONAL_TENSOR, _I32),
+    7: _index_list(ListKind.INT, I64),
+    8: lambda table: tuple(float(item) for item in table.scalars(0, F64)),
+    9: lambda table: tuple(bool(item) for item in table.scalars(0, BOOL)),
+    10: _index_list(ListKind.TENSOR, I32),
+    11: _index_list(ListKind.OPTIONAL_TENSOR, I32),
 }
 
 
 def _value(table: Table) -> ValueSpec:
-    kind = table.integer(0, _U8)
+    kind = table.integer(0, U8)
     if kind not in _VALUES:
         raise BlobFormatError("program holds an unknown kind of value", got=str(kind))
     return _VALUES[kind](_present(table.table(1), "value"))
@@ -210,7 +172,7 @@ def _check_lists(values: tuple[ValueSpec, ...]) -> None:
             continue
         lowest = -1 if value.kind is ListKind.OPTIONAL_TENSOR else 0
         for item in value.items:
-            _require(item - lowest, len(values) - lowest, "a list member")
+            require_index(item - lowest, len(values) - lowest, "a list member")
             if item >= 0 and isinstance(values[item], IndexList):
                 raise BlobFormatError("program holds a list of lists", got=str(value))
 
@@ -226,47 +188,35 @@ class _Scope:
     operators: tuple[str, ...]
     delegates: int
 
-    def value(self, index: int) -> int:
-        return _require(index, self.values, "a value")
+    def value(self, table: Table, field: int) -> int:
+        return require_index(table.integer(field, I32), self.values, "a value")
 
     def args(self, indices: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self.value(index) for index in indices)
+        return tuple(require_index(index, self.values, "a value") for index in indices)
 
 
 def _kernel_call(table: Table, scope: _Scope) -> KernelCall:
-    operator = _require(table.integer(0, _I32), len(scope.operators), "an operator")
-    return KernelCall(scope.operators[operator], scope.args(table.integers(1, _I32)))
+    operator = require_index(table.integer(0, I32), len(scope.operators), "an operator")
+    return KernelCall(scope.operators[operator], scope.args(table.integers(1, I32)))
 
 
 def _delegate_call(table: Table, scope: _Scope) -> DelegateCall:
-    delegate = _require(table.integer(0, _I32), scope.delegates, "a delegate")
-    return DelegateCall(delegate, scope.args(table.integers(1, _I32)))
-
-
-def _move_call(table: Table, scope: _Scope) -> MoveCall:
-    return MoveCall(scope.value(table.integer(0, _I32)), scope.value(table.integer(1, _I32)))
-
-
-def _jump_false_call(table: Table, scope: _Scope) -> JumpFalseCall:
-    return JumpFalseCall(scope.value(table.integer(0, _I32)), table.integer(1, _I32))
-
-
-def _free_call(table: Table, scope: _Scope) -> FreeCall:
-    return FreeCall(scope.value(table.integer(0, _I32)))
+    delegate = require_index(table.integer(0, I32), scope.delegates, "a delegate")
+    return DelegateCall(delegate, scope.args(table.integers(1, I32)))
 
 
 # The InstructionArguments union: number of a member -> decoder of its table.
 _INSTRUCTIONS: Final[Mapping[int, Callable[[Table, _Scope], Instruction]]] = {
     1: _kernel_call,
     2: _delegate_call,
-    3: _move_call,
-    4: _jump_false_call,
-    5: _free_call,
+    3: lambda table, scope: MoveCall(scope.value(table, 0), scope.value(table, 1)),
+    4: lambda table, scope: JumpFalseCall(scope.value(table, 0), table.integer(1, I32)),
+    5: lambda table, scope: FreeCall(scope.value(table, 0)),
 }
 
 
 def _instruction(table: Table, scope: _Scope) -> Instruction:
-    kind = table.integer(0, _U8)
+    kind = table.integer(0, U8)
     if kind not in _INSTRUCTIONS:
         raise BlobFormatError("program holds an unknown kind of instruction", got=str(kind))
     return _INSTRUCTIONS[kind](_present(table.table(1), "instruction"), scope)
@@ -277,7 +227,7 @@ def _chain(table: Table, scope: _Scope) -> tuple[Instruction, ...]:
     for instruction in instructions:
         if isinstance(instruction, JumpFalseCall):
             # The index after the last instruction is the end of the chain.
-            _require(instruction.target, len(instructions) + 1, "an instruction")
+            require_index(instruction.target, len(instructions) + 1, "an instruction")
     return instructions
 
 
@@ -291,12 +241,12 @@ def _operator(table: Table) -> str:
 
 def _delegate(table: Table, resolve: Resolver) -> DelegateInfo:
     reference = _present(table.table(1), "delegate data")
-    location = reference.integer(0, _I8)
-    if location not in set(DataLocation):
+    location = reference.integer(0, I8)
+    if location not in _LOCATIONS:
         raise BlobFormatError("delegate data has an unknown location", got=str(location))
     return DelegateInfo(
         backend_id=_name(table.text(0), "delegate"),
-        processed=resolve(DataReference(DataLocation(location), reference.integer(1, _U32))),
+        processed=resolve(_LOCATIONS[location], reference.integer(1, U32)),
         compile_specs=table.tables(2, lambda spec: (spec.text(0) or "", bytes(spec.raw(1)))),
     )
 
@@ -309,7 +259,7 @@ def _check_arenas(values: tuple[ValueSpec, ...], sizes: tuple[int, ...]) -> None
             continue
         allocation = value.allocation
         # Arena 0 is reserved for constants: nothing can be planned into it.
-        _require(allocation.arena - 1, len(sizes) - 1, "planned memory")
+        require_index(allocation.arena - 1, len(sizes) - 1, "planned memory")
         if allocation.offset + value.nbytes > sizes[allocation.arena]:
             raise BlobFormatError(
                 "tensor lies outside its planned memory",
@@ -319,11 +269,7 @@ def _check_arenas(values: tuple[ValueSpec, ...], sizes: tuple[int, ...]) -> None
 
 
 def decode_method(table: Table, resolve: Resolver) -> MethodInfo:
-    """Decode one ``ExecutionPlan``.
-
-    Args:
-        table: The plan's table.
-        resolve: Finds the bytes of a delegate.
+    """Decode one ``ExecutionPlan``; ``resolve`` finds the bytes of a delegate.
 
     Returns:
         The method, with every index in it checked.
@@ -335,14 +281,14 @@ def decode_method(table: Table, resolve: Resolver) -> MethodInfo:
     _check_lists(values)
     delegates = table.tables(7, lambda item: _delegate(item, resolve))
     scope = _Scope(len(values), table.tables(6, _operator), len(delegates))
-    arena_sizes = table.integers(8, _I64)
+    arena_sizes = table.integers(8, I64)
     _check_arenas(values, arena_sizes)
     nesting = table.table(1)
     return MethodInfo(
         name=_name(table.text(0), "method"),
         values=values,
-        inputs=scope.args(table.integers(3, _I32)),
-        outputs=scope.args(table.integers(4, _I32)),
+        inputs=scope.args(table.integers(3, I32)),
+        outputs=scope.args(table.integers(4, I32)),
         chains=table.tables(5, lambda item: _chain(item, scope)),
         delegates=delegates,
         arena_sizes=arena_sizes,
@@ -364,14 +310,14 @@ class Subsegments:
 
 def decode_subsegments(table: Table) -> Subsegments:
     """Decode one ``SubsegmentOffsets``."""
-    return Subsegments(table.integer(0, _U32), table.integers(1, _U64))
+    return Subsegments(table.integer(0, U32), table.integers(1, U64))
 
 
 def decode_segment(table: Table) -> tuple[int, int]:
     """Return offset from the segment base, and size in bytes, of one ``DataSegment``."""
-    return table.integer(0, _U64), table.integer(1, _U64)
+    return table.integer(0, U64), table.integer(1, U64)
 
 
 def decode_named_data(table: Table) -> tuple[str, int]:
     """Return key and segment number of one ``NamedData``."""
-    return _name(table.text(0), "named data"), table.integer(1, _U32)
+    return _name(table.text(0), "named data"), table.integer(1, U32)

@@ -91,11 +91,7 @@ class ObservableDelegate(Protocol):
     def observe(
         self, inputs: Sequence[torch.Tensor], *, with_values: bool
     ) -> tuple[Sequence[torch.Tensor], Sequence[OpEvent]]:
-        """Run once, as a call does.
-
-        Args:
-            inputs: As for a call.
-            with_values: Whether to report the values that ops compute.
+        """Run once, as a call does, and report the values that ops compute if ``with_values``.
 
         Returns:
             The outputs, and the events of the ops, in the order to be logged.
@@ -115,10 +111,6 @@ class DelegatePayload:
     cache across programs must copy them.
 
     Attributes:
-        backend_id: Name of the backend that lowered the subgraph.
-        processed: The bytes that the backend's preprocess returned.
-        compile_specs: Keys and values, in order.
-        method_name: Method that the delegate belongs to.
         is_observed: Whether the host requests events of ops; see ``ObservableDelegate``.
         named_data: Finds data of the program by key. Must be called only while loading.
     """
@@ -144,13 +136,9 @@ NO_REJECTED_HOSTS: Final[RejectedHosts] = MappingProxyType({})
 def fit_output(
     result: torch.Tensor, shape: Sequence[int], *, dynamic: bool, position: int
 ) -> torch.Tensor:
-    """Check one result of a delegate against the tensor that receives it.
+    """Check output ``position`` of a delegate against the shape of the tensor that receives it.
 
-    Args:
-        result: The delegate's output ``position``.
-        shape: Sizes of the receiving tensor.
-        dynamic: Whether the receiving tensor takes the result's shape; its rank is fixed.
-        position: Index of the output, for the message.
+    A ``dynamic`` tensor takes the result's shape; its rank is fixed.
 
     Returns:
         ``result``, reshaped to ``()`` if the receiving tensor is a scalar.

@@ -73,11 +73,7 @@ class _Run:
 
 
 class EventTrace:
-    """Collects events, and writes them as an ETDump.
-
-    Args:
-        buffer_size: Bytes that values may take; 0 to log no values.
-    """
+    """Collects events, and values of up to ``buffer_size`` bytes, and writes them as an ETDump."""
 
     def __init__(self, buffer_size: int) -> None:
         self._buffer_size = buffer_size
@@ -113,15 +109,10 @@ class EventTrace:
         *,
         has_values: bool,
     ) -> Any:
-        """Log a call of an operator or of a delegate.
+        """Log a call of the operator ``name``, or of a ``DELEGATE``.
 
-        Args:
-            name: Name of the operator, or ``DELEGATE``.
-            chain: Index of the call's chain.
-            instruction: Index in the chain.
-            action: Makes the call.
-            has_values: Whether the call computes tensors; Inspector cannot compare operators
-                without tensors.
+        ``has_values`` says whether the call computes tensors: Inspector cannot compare operators
+        without tensors.
         """
         self._position = chain, instruction
         start = time.perf_counter_ns()
@@ -161,12 +152,7 @@ class EventTrace:
         return struct.pack("<I", len(content)) + content, bytes(self._buffer)
 
     def _log(
-        self,
-        name: str,
-        symbol: str | None = None,
-        *,
-        times: tuple[int, int],
-        metadata: bytes = b"",
+        self, name: str, symbol: str | None = None, *, times: tuple[int, int], metadata: bytes = b""
     ) -> None:
         self._runs[-1].events.append(
             _Logged(name, *self._position, symbol, times=times, metadata=metadata)
@@ -186,12 +172,7 @@ class EventTrace:
 
 
 class ObservedDelegate:
-    """A delegate whose ops are logged at each call.
-
-    Args:
-        delegate: The delegate.
-        trace: Receives the events.
-    """
+    """A delegate whose ops are logged at each call."""
 
     native = None
 
@@ -235,12 +216,7 @@ def used_bytes(etdump: bytes) -> int:
 
 
 def debug_buffer_error(what: str, nbytes: int) -> ExecutionError:
-    """Return the error for values that do not fit into the debug buffer.
-
-    Args:
-        what: The method or op that computed the values.
-        nbytes: Size of the values.
-    """
+    """Return the error for values of a method or op that do not fit into the debug buffer."""
     return ExecutionError(
         "values do not fit into the debug buffer",
         got=f"{nbytes} bytes of {what}",

@@ -25,8 +25,15 @@ from coreml_delegate.errors import BlobFormatError
 
 T = TypeVar("T")
 
-UOFFSET: Final = struct.Struct("<I")
-_SOFFSET: Final = struct.Struct("<i")
+# Layouts of scalars.
+I8: Final = struct.Struct("<b")
+U8: Final = struct.Struct("<B")
+BOOL: Final = struct.Struct("<?")
+I32: Final = struct.Struct("<i")
+U32: Final = struct.Struct("<I")
+I64: Final = struct.Struct("<q")
+U64: Final = struct.Struct("<Q")
+F64: Final = struct.Struct("<d")
 _VOFFSET: Final = struct.Struct("<H")
 _VTABLE_HEADER: Final = 4  # bytes before the first field: vtable size, table size
 
@@ -36,12 +43,51 @@ _WORK_PER_BYTE: Final = 8
 _WORK_FLOOR: Final = 4096
 
 
-class FlatBuffer:
-    """Checked access to the bytes of one FlatBuffers buffer.
+def require_index(index: int, count: int, what: str) -> int:
+    """Return ``index``, which refers to one of ``count`` items.
 
-    Args:
-        data: The buffer, from its root offset on.
+    Raises:
+        BlobFormatError: There is no such item.
     """
+    if not 0 <= index < count:
+        raise BlobFormatError(
+            f"program refers to {what} that it does not have",
+            got=f"index {index}",
+            expected=f"0..{count - 1}" if count else "none at all",
+        )
+    return index
+
+
+def slice_bytes(view: memoryview, offset: int, size: int, what: str) -> memoryview:
+    """Return ``size`` bytes of a file from ``offset`` on.
+
+    Raises:
+        BlobFormatError: The file is shorter.
+    """
+    if offset + size > len(view):
+        raise BlobFormatError(
+            f"{what} lies outside the file",
+            got=f"bytes {offset}..{offset + size}",
+            expected=f"within {len(view)} bytes",
+        )
+    return view[offset : offset + size]
+
+
+def require_identifier(view: memoryview, identifier: bytes, what: str) -> None:
+    """Check the file identifier.
+
+    Raises:
+        BlobFormatError: The file has another identifier; the message starts with ``what``.
+    """
+    got = bytes(view[4:8])
+    if got != identifier:
+        raise BlobFormatError(
+            what, got=f"file identifier {got!r} in {len(view)} bytes", expected=repr(identifier)
+        )
+
+
+class FlatBuffer:
+    """Checked access to the bytes of one FlatBuffers buffer, from its root offset on."""
 
     __slots__ = ("_data", "_size", "_work")
 
@@ -56,7 +102,7 @@ class FlatBuffer:
         Raises:
             BlobFormatError: The buffer is too short, or the root offset is outside of it.
         """
-        return Table(self, int(self.scalar(UOFFSET, 0)))
+        return Table(self, int(self.scalar(U32, 0)))
 
     def scalar(self, layout: struct.Struct, position: int) -> int | float | bool:
         """Return the scalar of ``layout`` at byte ``position``."""
@@ -65,7 +111,7 @@ class FlatBuffer:
 
     def follow(self, position: int) -> int:
         """Return the absolute position of the object that the offset at ``position`` refers to."""
-        return position + int(self.scalar(UOFFSET, position))
+        return position + int(self.scalar(U32, position))
 
     def bytes_at(self, position: int, size: int) -> memoryview:
         """Return a view of ``size`` bytes at ``position``."""
@@ -98,7 +144,7 @@ class Table:
     def __init__(self, buffer: FlatBuffer, position: int) -> None:
         self._buffer = buffer
         self._position = position
-        self._vtable = position - int(buffer.scalar(_SOFFSET, position))
+        self._vtable = position - int(buffer.scalar(I32, position))
         size = int(buffer.scalar(_VOFFSET, self._vtable))
         self._fields = max(size - _VTABLE_HEADER, 0) // _VOFFSET.size
 
@@ -116,9 +162,9 @@ class Table:
         if field is None:
             return 0, 0
         start = self._buffer.follow(field)
-        length = int(self._buffer.scalar(UOFFSET, start))
-        self._buffer.check(start + UOFFSET.size, length * element_size)
-        return start + UOFFSET.size, length
+        length = int(self._buffer.scalar(U32, start))
+        self._buffer.check(start + U32.size, length * element_size)
+        return start + U32.size, length
 
     def integer(self, index: int, layout: struct.Struct, default: int = 0) -> int:
         """Return an integer or enum field."""
@@ -168,8 +214,8 @@ class Table:
 
     def tables(self, index: int, decode: Callable[[Table], T]) -> tuple[T, ...]:
         """Return a vector of tables, each decoded by ``decode``; empty if absent."""
-        start, length = self._vector(index, UOFFSET.size)
+        start, length = self._vector(index, U32.size)
         follow = self._buffer.follow
         return tuple(
-            decode(Table(self._buffer, follow(start + i * UOFFSET.size))) for i in range(length)
+            decode(Table(self._buffer, follow(start + i * U32.size))) for i in range(length)
         )

@@ -38,10 +38,7 @@ from coreml_delegate.runtime.program.event_trace import (
     EventTrace,
     ObservedDelegate,
 )
-from coreml_delegate.runtime.program.host_program import (
-    HostProgram,
-    states_of,
-)
+from coreml_delegate.runtime.program.host_program import HostProgram, states_of
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.instructions import (
     Step,
@@ -72,12 +69,8 @@ _logger = logging.getLogger(__name__)
 def check_support(method: MethodInfo, backend_id: str = COREML_BACKEND_ID) -> None:
     """Check that this host supports all delegates and operators of a method, before loading it.
 
-    Args:
-        method: The method.
-        backend_id: The backend whose delegates the loader prepares.
-
     Raises:
-        ProgramError: The method has a delegate of another backend.
+        ProgramError: The method has a delegate of another backend than ``backend_id``.
         UnsupportedOpError: An operator has no kernel.
     """
     for info in method.delegates:
@@ -204,11 +197,7 @@ class PythonProgram(HostProgram):
 
 
 class _Copies:
-    """Copies of a loaded method, for concurrent calls.
-
-    Args:
-        first: A method that keeps no state between calls.
-    """
+    """Copies of a loaded method that keeps no state between calls, for concurrent calls."""
 
     def __init__(self, first: _LoadedMethod) -> None:
         self._first = first

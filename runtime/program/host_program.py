@@ -23,12 +23,7 @@ from coreml_delegate.runtime.snapshots import Array, Snapshot, State, cast_snaps
 
 
 def states_of(method: str, delegates: Sequence[DelegateCallable]) -> dict[str, State]:
-    """Return the states of a method's delegates, by name.
-
-    Args:
-        method: Name of the method.
-        delegates: Delegates of the method, in the order of the ``.pte``.
-    """
+    """Return the states of a method's delegates (in the order of the ``.pte``) by name."""
     states = (getattr(delegate, "state", None) for delegate in delegates)
     return {f"{method}.{n}": state for n, state in enumerate(states) if state is not None}
 

@@ -22,11 +22,7 @@ Value: TypeAlias = "torch.Tensor | bool | int | float | str | None"
 
 
 def check_inputs(method: MethodInfo, inputs: Sequence[Value]) -> None:
-    """Check ``inputs`` against the metadata of ``method``.
-
-    Args:
-        method: The method.
-        inputs: The caller's inputs.
+    """Check the caller's ``inputs`` against the metadata of ``method``.
 
     Raises:
         InputError: Wrong count, kind, dtype, shape or device; names the input by index and path.

@@ -49,10 +49,7 @@ class Kernel:
 
 
 def find_kernel(name: str) -> Kernel:
-    """Return the kernel of an operator.
-
-    Args:
-        name: Name with overload, as in a program: ``aten::add.out``, ``aten::copy_``.
+    """Return the kernel of an operator, named with overload: ``aten::add.out``, ``aten::copy_``.
 
     Raises:
         UnsupportedOpError: The operator has no kernel.
@@ -141,9 +138,7 @@ _LONG_PRODUCTS: Final = 1 << 27
 def is_long(kernel: Kernel, shapes: Mapping[str, Sequence[int]]) -> bool:
     """Whether a call takes so long on one thread that it should use all threads.
 
-    Args:
-        kernel: The kernel.
-        shapes: Shapes of the tensor arguments by parameter; upper bounds where they vary.
+    ``shapes`` has the shape of each tensor argument by parameter; an upper bound if it varies.
     """
     if kernel.name not in _PRODUCTS:
         return max(map(math.prod, shapes.values()), default=0) >= _LONG_ELEMENTS

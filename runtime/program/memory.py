@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any, Final
 
 import numpy as np
@@ -10,14 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ProgramError
+from coreml_delegate.runtime.mil.program import writable_alias
 from coreml_delegate.runtime.program.delegate_interface import NamedData
-from coreml_delegate.runtime.program.plan import (
-    Allocation,
-    Dynamism,
-    IndexList,
-    MethodInfo,
-    TensorSpec,
-)
+from coreml_delegate.runtime.program.plan import Allocation, Dynamism, MethodInfo, TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.runtime.snapshots import Array, Snapshot, State
 
@@ -47,23 +43,21 @@ _AS_ARRAYS: Final = frozenset(
 class ProgramMemory:
     """The memory that the methods of one loaded program use.
 
-    Args:
-        program: The program, with constants and initial values.
-        external_data: Finds constants stored outside the program, by name.
+    ``external_data`` finds constants stored outside the program, by name.
     """
 
     def __init__(self, program: PteProgram, external_data: NamedData) -> None:
         self._program = program
         self._external_data = external_data
         self._shared: dict[int, NDArray[np.uint8]] = {}
-        self._shared_sizes = _largest_sizes(method.arena_sizes for method in program.methods)
+        self._shared_sizes = [
+            max(sizes)
+            for sizes in zip_longest(*(m.arena_sizes for m in program.methods), fillvalue=0)
+        ]
         self._initialised: set[Allocation] = set()
 
     def materialise(self, method: MethodInfo) -> list[Any]:
         """Return the value table of ``method`` as Python objects.
-
-        Args:
-            method: A method of the program.
 
         Returns:
             Tensors, scalars and strings by value index; ``IndexList`` entries are unchanged.
@@ -124,17 +118,10 @@ class ProgramMemory:
 
 
 class BufferState(State):
-    """The mutable buffers of a method, as a state.
-
-    Args:
-        tensors: Buffers by name.
-        initial: Initial values by name, None for zeros.
-    """
+    """The mutable buffers of a method, as a state; an initial value of None is zeros."""
 
     def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        initial: Mapping[str, torch.Tensor | None],
+        self, tensors: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor | None]
     ) -> None:
         self._tensors = tensors
         self._initial = initial
@@ -159,15 +146,7 @@ class BufferState(State):
 
 
 def _to_python(value: object) -> object:
-    return value if isinstance(value, IndexList) or not isinstance(value, tuple) else list(value)
-
-
-def _largest_sizes(rows: Iterable[tuple[int, ...]]) -> dict[int, int]:
-    sizes: dict[int, int] = {}
-    for row in rows:
-        for number, size in enumerate(row):
-            sizes[number] = max(size, sizes.get(number, 0))
-    return sizes
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _arena(size: int) -> NDArray[np.uint8]:
@@ -197,33 +176,16 @@ def _own_tensor(spec: TensorSpec) -> torch.Tensor:
     return _planned_tensor(_arena(spec.nbytes), 0, spec)
 
 
-class _Writable:
-    """Declares read-only bytes writable, because torch has no read-only tensors and would warn."""
-
-    def __init__(self, data: memoryview) -> None:
-        self.owner = data
-        address = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (data.nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-        }
-
-
 def borrow_tensor(data: memoryview, spec: TensorSpec) -> torch.Tensor:
     """Return a tensor on stored bytes, which it keeps alive. It must not be written to.
 
-    Args:
-        data: At least ``spec.nbytes`` bytes.
-        spec: Dtype and layout.
-
-    Returns:
-        A view; a copy if the bytes are not aligned for the dtype.
+    ``data`` has at least ``spec.nbytes`` bytes; they are copied if not aligned for the dtype.
     """
     if spec.numel == 0:
         return torch.empty(spec.shape, dtype=spec.dtype)
-    flat = np.asarray(_Writable(data) if data.readonly else np.frombuffer(data, dtype=np.uint8))
+    flat = np.frombuffer(data, dtype=np.uint8)
+    if data.readonly:
+        flat = writable_alias(flat)
     if flat.__array_interface__["data"][0] % spec.dtype.itemsize:
         flat = flat.copy()
     return _with_layout(torch.frombuffer(flat, dtype=spec.dtype, count=spec.numel), spec)

@@ -39,10 +39,8 @@ class TensorSpec:
     """A tensor value.
 
     Attributes:
-        dtype: Element type.
         shape: Sizes, interpreted by ``dynamism``.
         dim_order: Dimensions from outermost to innermost in memory.
-        dynamism: Static, bounded or unbounded.
         buffer: Index of the tensor's data among the constants (or, if ``allocation`` is set, among
             the initial values of mutable tensors); 0 for none.
         allocation: Planned memory, None for constants and for tensors allocated at run time.
@@ -174,7 +172,6 @@ class DelegateInfo:
     """One delegated subgraph.
 
     Attributes:
-        backend_id: Name of the backend that lowered it.
         processed: The bytes that the backend's preprocess returned, as a view.
         compile_specs: Keys and values given to the partitioner, in order.
     """
@@ -190,7 +187,6 @@ class MethodInfo:
 
     Attributes:
         name: Method name, for example ``forward``.
-        values: The value table.
         inputs: Indices of the method's inputs in the value table.
         outputs: Indices of the method's outputs in the value table.
         chains: Instructions, in chains executed one after another (exporters write one).

@@ -22,7 +22,12 @@ from typing import Final, TypeAlias, cast
 
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.runtime.program.decoder import decode_named_data, decode_segment
-from coreml_delegate.runtime.program.flatbuffer import FlatBuffer
+from coreml_delegate.runtime.program.flatbuffer import (
+    FlatBuffer,
+    require_identifier,
+    require_index,
+    slice_bytes,
+)
 from coreml_delegate.runtime.program.pte import PteProgram, Source, map_source, named_errors
 
 Sources: TypeAlias = "Source | Sequence[Source]"
@@ -36,11 +41,7 @@ _REMEDY: Final = "Pass the .ptd files that were written with this .pte as data (
 
 
 class ExternalData:
-    """The content of ``.ptd`` files, by key.
-
-    Args:
-        files: Content of each file by its origin, for messages.
-    """
+    """The content of ``.ptd`` files, by key; the key of ``files`` is the origin, for messages."""
 
     def __init__(self, files: Mapping[str, Mapping[str, memoryview]]) -> None:
         self._entries: dict[str, memoryview] = {}
@@ -56,10 +57,7 @@ class ExternalData:
 
     @classmethod
     def open(cls, sources: Sources) -> ExternalData:
-        """Map (a path) or view (bytes) every file and parse it.
-
-        Args:
-            sources: Paths of ``.ptd`` files, or their bytes, which must not change afterwards.
+        """Map (a path) or view (bytes, which must not change afterwards) every file and parse it.
 
         Raises:
             BlobFormatError: Not a ``.ptd``, or a truncated or corrupt one.
@@ -94,10 +92,6 @@ def list_sources(sources: Sources) -> list[Source]:
 def open_program(source: Source, data: Sources | None = None) -> PteProgram:
     """Open a ``.pte`` with its external data.
 
-    Args:
-        source: Path of a ``.pte``, or its bytes.
-        data: Its ``.ptd`` files; None for a program without them.
-
     Raises:
         BlobFormatError: A file is no ``.pte`` or ``.ptd``, or malformed.
         ProgramError: A file cannot be read, or ``data`` lacks tensors.
@@ -110,10 +104,6 @@ def open_program(source: Source, data: Sources | None = None) -> PteProgram:
 
 def _check_complete(program: PteProgram, data: ExternalData | None) -> None:
     """Check that every external tensor of a program is in its external data.
-
-    Args:
-        program: The program.
-        data: The external data, or None.
 
     Raises:
         ProgramError: Tensors are missing, or have the wrong size; lists them all.
@@ -136,13 +126,7 @@ def _check_complete(program: PteProgram, data: ExternalData | None) -> None:
 
 
 def _parse(view: memoryview) -> dict[str, memoryview]:
-    identifier = bytes(view[4:8])
-    if identifier != _IDENTIFIER:
-        raise BlobFormatError(
-            "not a file of external data",
-            got=f"file identifier {identifier!r} in {len(view)} bytes",
-            expected=repr(_IDENTIFIER),
-        )
+    require_identifier(view, _IDENTIFIER, "not a file of external data")
     head = bytes(view[_HEADER_POSITION : _HEADER_POSITION + _HEADER.size])
     if len(head) < _HEADER.size or not head.startswith(_MAGIC):
         raise BlobFormatError("external data lacks its header", got=f"{len(view)} bytes")
@@ -154,19 +138,11 @@ def _parse(view: memoryview) -> dict[str, memoryview]:
             expected=f"at least {max(tables + tables_size, base + size)} bytes",
         )
     root = FlatBuffer(view[: tables + tables_size]).root()
-    segments = root.tables(1, decode_segment)
     area = view[base : base + size]
-    return {
-        key: _segment(area, segments, number) for key, number in root.tables(2, decode_named_data)
-    }
+    segments = root.tables(1, decode_segment)
 
+    def segment(number: int) -> memoryview:
+        offset, size = segments[require_index(number, len(segments), "a segment")]
+        return slice_bytes(area, offset, size, "segment").toreadonly()
 
-def _segment(area: memoryview, segments: Sequence[tuple[int, int]], number: int) -> memoryview:
-    offset, size = segments[number] if number < len(segments) else (len(area), 1)
-    if offset + size > len(area):
-        raise BlobFormatError(
-            "external data refers to a segment it does not have",
-            got=f"segment {number}, bytes {offset}..{offset + size}",
-            expected=f"within {len(area)} bytes",
-        )
-    return area[offset : offset + size].toreadonly()
+    return {key: segment(number) for key, number in root.tables(2, decode_named_data)}

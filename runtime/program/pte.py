@@ -32,15 +32,21 @@ from typing import Final, TypeAlias
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.runtime.program.bundle import is_bundle, program_of
 from coreml_delegate.runtime.program.decoder import (
-    DataLocation,
-    DataReference,
+    SEGMENT,
     Subsegments,
     decode_method,
     decode_named_data,
     decode_segment,
     decode_subsegments,
 )
-from coreml_delegate.runtime.program.flatbuffer import FlatBuffer, Table
+from coreml_delegate.runtime.program.flatbuffer import (
+    U64,
+    FlatBuffer,
+    Table,
+    require_identifier,
+    require_index,
+    slice_bytes,
+)
 from coreml_delegate.runtime.program.plan import MethodInfo, TensorSpec
 
 Source: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"
@@ -49,7 +55,6 @@ Source: TypeAlias = "str | os.PathLike[str] | bytes | bytearray | memoryview"
 _IDENTIFIER: Final = b"ET12"
 _HEADER_MAGIC: Final = b"eh00"
 _HEADER: Final = struct.Struct("<4sIQQ")
-_SEGMENT_DATA_SIZE: Final = struct.Struct("<Q")
 _HEADER_POSITION: Final = 8
 _REMEDY: Final = "Export the program again, or copy the file again if it was transferred."
 
@@ -75,12 +80,7 @@ class _Data:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PteProgram:
-    """A parsed and checked ``.pte``.
-
-    Attributes:
-        methods: In file order.
-        origin: The path, or ``<bytes>``, for messages.
-    """
+    """A parsed and checked ``.pte``: its methods in file order, and its path or ``<bytes>``."""
 
     methods: tuple[MethodInfo, ...]
     origin: str
@@ -89,13 +89,9 @@ class PteProgram:
 
     @classmethod
     def open(cls, source: Source) -> PteProgram:
-        """Map (a path) or view (bytes) a program and parse it.
+        """Map (a path) or view (bytes, which must not change afterwards) a program and parse it.
 
-        Args:
-            source: Path of a ``.pte``, or its bytes, which must not change afterwards.
-
-        Returns:
-            The program, which keeps the mapping or the bytes alive.
+        The program keeps the mapping or the bytes alive.
 
         Raises:
             BlobFormatError: Not a ``.pte``, or a truncated or corrupt one.
@@ -107,8 +103,9 @@ class PteProgram:
             root = FlatBuffer(container.program).root()
             data, methods = _decode(root, container)
             program = cls(methods=methods, origin=origin, _data=data)
-            for method in methods:
-                program._check_data(method)
+            for value in (value for method in methods for value in method.values):
+                if isinstance(value, TensorSpec):
+                    program.tensor_data(value)  # raises an error if the data are not there
         return program
 
     @property
@@ -164,9 +161,6 @@ class PteProgram:
     def tensor_data(self, spec: TensorSpec) -> memoryview | None:
         """Return the stored bytes of a constant, or the initial value of a mutable tensor.
 
-        Args:
-            spec: A tensor of one of the methods.
-
         Returns:
             ``spec.nbytes`` bytes, as a view; None if the program does not store the tensor.
 
@@ -176,30 +170,19 @@ class PteProgram:
         if spec.external_key is not None or spec.buffer == 0:
             return None
         if spec.allocation is not None:
-            return self._initial_value(spec)
+            groups = self._data.initial_values
+            require_index(spec.mutable_segment, len(groups), "a group of initial values")
+            return self._subsegment(groups[spec.mutable_segment], spec)
         if self._data.constants is not None and self._data.constants.offsets:
             return self._subsegment(self._data.constants, spec)
         inline = self._data.inline_constants
-        if spec.buffer >= len(inline):
-            raise _dangling("a constant", spec.buffer, len(inline))
+        require_index(spec.buffer, len(inline), "a constant")
         return _tensor_slice(inline[spec.buffer], 0, spec)
 
-    def _initial_value(self, spec: TensorSpec) -> memoryview:
-        groups = self._data.initial_values
-        if spec.mutable_segment >= len(groups):
-            raise _dangling("a group of initial values", spec.mutable_segment, len(groups))
-        return self._subsegment(groups[spec.mutable_segment], spec)
-
     def _subsegment(self, group: Subsegments, spec: TensorSpec) -> memoryview:
-        if spec.buffer >= len(group.offsets):
-            raise _dangling("tensor data", spec.buffer, len(group.offsets))
+        require_index(spec.buffer, len(group.offsets), "tensor data")
         segment = _segment(self._data.segments, group.segment)
         return _tensor_slice(segment, group.offsets[spec.buffer], spec)
-
-    def _check_data(self, method: MethodInfo) -> None:
-        for value in method.values:
-            if isinstance(value, TensorSpec):
-                self.tensor_data(value)
 
 
 def holds_program(view: memoryview) -> bool:
@@ -210,10 +193,7 @@ def holds_program(view: memoryview) -> bool:
 def map_source(source: Source, what: str, expected: str) -> tuple[memoryview, str]:
     """Return the mapped bytes of a file, or ``source`` if it is bytes; and the origin for messages.
 
-    Args:
-        source: Path, or bytes.
-        what: Description of the file, for messages.
-        expected: Description of the right kind of file, for messages.
+    ``what`` describes the file, and ``expected`` the right kind of file, for messages.
 
     Raises:
         ProgramError: The file cannot be read, or is a model of Core ML by its name.
@@ -258,13 +238,7 @@ def _split(view: memoryview) -> _Container:
     """Check the file identifier, and separate tables from segments."""
     if is_bundle(view):
         view = program_of(view)
-    identifier = bytes(view[4:8])
-    if identifier != _IDENTIFIER:
-        raise BlobFormatError(
-            "not an ExecuTorch program",
-            got=f"file identifier {identifier!r} in {len(view)} bytes",
-            expected=repr(_IDENTIFIER),
-        )
+    require_identifier(view, _IDENTIFIER, "not an ExecuTorch program")
     head = bytes(view[_HEADER_POSITION : _HEADER_POSITION + _HEADER.size])
     if not head.startswith(_HEADER_MAGIC):
         return _Container(view, view[:0])
@@ -272,9 +246,9 @@ def _split(view: memoryview) -> _Container:
         raise BlobFormatError("program is truncated", got=f"{len(view)} bytes")
     _, length, program_size, base = _HEADER.unpack(head)
     segments_size = 0
-    if length >= _HEADER.size + _SEGMENT_DATA_SIZE.size:
+    if length >= _HEADER.size + U64.size:
         position = _HEADER_POSITION + _HEADER.size
-        tail = bytes(view[position : position + _SEGMENT_DATA_SIZE.size])
+        tail = bytes(view[position : position + U64.size])
         segments_size = int.from_bytes(tail, "little")
     end = max(program_size, base + segments_size)
     if program_size < _HEADER_POSITION or end > len(view):
@@ -288,17 +262,15 @@ def _split(view: memoryview) -> _Container:
 
 def _decode(root: Table, container: _Container) -> tuple[_Data, tuple[MethodInfo, ...]]:
     segments = tuple(
-        _slice(container.segments, offset, size, "segment")
+        slice_bytes(container.segments, offset, size, "segment")
         for offset, size in root.tables(4, decode_segment)
     )
     inline = root.tables(3, lambda table: table.raw(0))
 
-    def resolve(reference: DataReference) -> memoryview:
-        if reference.location is DataLocation.SEGMENT:
-            return _segment(segments, reference.index).toreadonly()
-        if reference.index >= len(inline):
-            raise _dangling("inline delegate data", reference.index, len(inline))
-        return inline[reference.index].toreadonly()
+    def resolve(location: str, index: int) -> memoryview:
+        if location == SEGMENT:
+            return _segment(segments, index).toreadonly()
+        return inline[require_index(index, len(inline), "inline delegate data")].toreadonly()
 
     constants = root.table(5)
     data = _Data(
@@ -319,29 +291,9 @@ def _decode(root: Table, container: _Container) -> tuple[_Data, tuple[MethodInfo
     return data, methods
 
 
-def _slice(view: memoryview, offset: int, size: int, what: str) -> memoryview:
-    if offset + size > len(view):
-        raise BlobFormatError(
-            f"{what} lies outside the file",
-            got=f"bytes {offset}..{offset + size}",
-            expected=f"within {len(view)} bytes",
-        )
-    return view[offset : offset + size]
-
-
 def _tensor_slice(view: memoryview, offset: int, spec: TensorSpec) -> memoryview:
-    return _slice(view, offset, spec.nbytes, f"data of tensor {spec}")
+    return slice_bytes(view, offset, spec.nbytes, f"data of tensor {spec}")
 
 
 def _segment(segments: tuple[memoryview, ...], index: int) -> memoryview:
-    if index >= len(segments):
-        raise _dangling("a segment", index, len(segments))
-    return segments[index]
-
-
-def _dangling(what: str, index: int, count: int) -> BlobFormatError:
-    return BlobFormatError(
-        f"program refers to {what} that it does not have",
-        got=f"index {index}",
-        expected=f"fewer than {count}",
-    )
+    return segments[require_index(index, len(segments), "a segment")]

@@ -1,4 +1,7 @@
-"""The Python side of the shim: ctypes declarations, and the callbacks that the runtime calls.
+"""The C++ shim that registers a backend with the stock ExecuTorch runtime, and its Python side.
+
+The shim depends on the class layouts of the installed ``executorch`` wheel, so it is built on first
+use.
 
 A callback never raises into C++. It returns an error code, and keeps the exception for the wrapper
 that may have made the call on the same thread; other callers see only the error code.
@@ -9,19 +12,26 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import importlib.metadata
+import importlib.resources
+import importlib.util
 import logging
 import struct
+import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Self
 
 import numpy as np
 import torch
 
 from coreml_delegate.errors import EngineUnavailableError, ExecutionError, ProgramError
-from coreml_delegate.runtime.program import shim_build
+from coreml_delegate.runtime import native
+from coreml_delegate.runtime.cpp_libraries import CppLibrary
 from coreml_delegate.runtime.program.decoder import DTYPES, SCALAR_TYPES
 from coreml_delegate.runtime.program.delegate_interface import (
     DelegateCallable,
@@ -46,28 +56,15 @@ _FIELDS: Final = struct.Struct("=7q")
 
 
 class _SpecView(ctypes.Structure):
-    _fields_ = (
-        ("key", ctypes.c_char_p),
-        ("value", ctypes.c_void_p),
-        ("nbytes", ctypes.c_uint64),
-    )
+    _fields_ = (("key", c_char_p), ("value", c_void_p), ("nbytes", c_uint64))
 
 
 _INIT: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int32,
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.POINTER(_SpecView),
-    ctypes.c_uint64,
-    ctypes.c_int32,
+    *(c_int32, c_void_p, c_char_p, c_char_p, c_void_p, c_uint64),
+    *(POINTER(_SpecView), c_uint64, c_int32),
 )
-_EXECUTE: Final = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p
-)
-_DESTROY: Final = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_EXECUTE: Final = ctypes.CFUNCTYPE(c_int32, c_void_p, c_void_p, c_uint64, c_void_p)
+_DESTROY: Final = ctypes.CFUNCTYPE(None, c_void_p)
 
 
 class _Callbacks(ctypes.Structure):
@@ -130,41 +127,18 @@ class KeptErrors:
         return self._state.error
 
 
+_SIZES: Final = (POINTER(c_int32), c_uint64)
+_TEXT: Final = (c_char_p, c_uint64)
 # Function of the library -> argument types; all but the last return an error code.
 _PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
-    "coreml_shim_has_backend": (ctypes.c_char_p,),
-    "coreml_shim_register": (ctypes.c_char_p, ctypes.POINTER(_Callbacks)),
-    "coreml_shim_named_data": (
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_uint64,
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.POINTER(ctypes.c_uint64),
-    ),
-    "coreml_shim_set_native": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
-    "coreml_shim_resize": (
-        ctypes.c_void_p,
-        ctypes.POINTER(ctypes.c_int32),
-        ctypes.c_uint64,
-        ctypes.POINTER(ctypes.c_int64),
-    ),
-    "coreml_shim_wants_values": (ctypes.c_void_p,),
-    "coreml_shim_log_op": (
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_uint64,
-        ctypes.c_uint64,
-        ctypes.c_char_p,
-        ctypes.c_uint64,
-    ),
-    "coreml_shim_log_value": (
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_int32,
-        ctypes.c_void_p,
-        ctypes.POINTER(ctypes.c_int32),
-        ctypes.c_uint64,
-    ),
+    "coreml_shim_has_backend": (c_char_p,),
+    "coreml_shim_register": (c_char_p, POINTER(_Callbacks)),
+    "coreml_shim_named_data": (c_void_p, *_TEXT, POINTER(c_void_p), POINTER(c_uint64)),
+    "coreml_shim_set_native": (c_void_p, c_void_p, c_void_p),
+    "coreml_shim_resize": (c_void_p, *_SIZES, POINTER(c_int64)),
+    "coreml_shim_wants_values": (c_void_p,),
+    "coreml_shim_log_op": (c_void_p, c_char_p, c_uint64, c_uint64, *_TEXT),
+    "coreml_shim_log_value": (c_void_p, c_char_p, c_int32, c_void_p, *_SIZES),
     "coreml_shim_close": (),
 }
 
@@ -177,7 +151,7 @@ class Shim:
         for name, argument_types in _PROTOTYPES.items():
             function = getattr(library, name)
             function.argtypes = argument_types
-            function.restype = ctypes.c_int32
+            function.restype = c_int32
         library.coreml_shim_close.restype = None
         self._loaders: dict[str, DelegateLoader] = {}
         self._delegates: dict[int, _Delegate] = {}
@@ -336,22 +310,17 @@ class Shim:
             if remaining < 0:
                 raise debug_buffer_error(symbol.decode(), tensor.nbytes)
             self._state.remaining_bytes = remaining
-        sizes = (ctypes.c_int32 * tensor.dim())(*tensor.shape)
+        sizes = (c_int32 * tensor.dim())(*tensor.shape)
         code = self._library.coreml_shim_log_value(
-            tracer,
-            symbol,
-            SCALAR_TYPES[tensor.dtype],
-            tensor.data_ptr(),
-            sizes,
-            tensor.dim(),
+            tracer, symbol, SCALAR_TYPES[tensor.dtype], tensor.data_ptr(), sizes, tensor.dim()
         )
         if code != _OK:
             raise debug_buffer_error(symbol.decode(), tensor.nbytes)
 
     def _resize(self, argument: _Argument, shape: tuple[int, ...]) -> torch.Tensor:
         rank = len(shape)
-        record = (ctypes.c_int64 * (_FIELDS.size // 8 + 2 * rank))()
-        sizes = (ctypes.c_int32 * rank)(*shape)
+        record = (c_int64 * (_FIELDS.size // 8 + 2 * rank))()
+        sizes = (c_int32 * rank)(*shape)
         code = self._library.coreml_shim_resize(argument.value, sizes, rank, record)
         if code != _OK:
             raise ExecutionError(
@@ -364,7 +333,7 @@ class Shim:
     def _named_data(self, handle: int, key: str) -> memoryview | None:
         if handle in self._delegates:
             raise ProgramError("named data can be read only while a delegate is loaded", got=key)
-        data, nbytes, name = ctypes.c_void_p(), ctypes.c_uint64(), key.encode()
+        data, nbytes, name = c_void_p(), c_uint64(), key.encode()
         code = self._library.coreml_shim_named_data(
             handle, name, len(name), ctypes.byref(data), ctypes.byref(nbytes)
         )
@@ -447,12 +416,12 @@ def load_shim() -> Shim:
 
 
 def _load() -> Shim:
-    path = shim_build.build()
-    root = shim_build.executorch_root()
+    path = build()
+    root = executorch_root()
     try:
         if root is not None:
             # The shim refers to the runtime library without a path, so load that first.
-            ctypes.CDLL(str(shim_build.library_path(root)))
+            ctypes.CDLL(str(library_path(root)))
         library = ctypes.CDLL(str(path))
         version: int = library.coreml_shim_version()
         shim = Shim(library)
@@ -466,3 +435,78 @@ def _load() -> Shim:
         raise EngineUnavailableError("the runtime shim is of another version", got=str(version))
     atexit.register(library.coreml_shim_close)
     return shim
+
+
+# --- building the library -------------------------------------------------------------------------
+
+_PACKAGE: Final = "coreml_delegate.runtime.program"
+_SOURCE: Final = "coreml_shim.cpp"
+_HEADER: Final = "delegate_calls.h"
+_FLAGS: Final = (
+    # Makes the wheel's headers use their generated macros.
+    "-DC10_USING_CUSTOM_GENERATED_MACROS",
+    # The wheel is built with it, and the layout of contexts in the headers depends on it.
+    "-DET_EVENT_TRACER_ENABLED",
+)
+
+
+def executorch_root() -> Path | None:
+    """Return the folder of the installed ``executorch``, without importing it; None if absent."""
+    spec = importlib.util.find_spec("executorch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def library_path(root: Path) -> Path:
+    """Return the wheel's shared runtime library, with which backends are registered."""
+    return root / "lib" / "libexecutorch.so"
+
+
+def unavailable_reason() -> str | None:
+    """Return the reason why the shim cannot be built on this machine, or None if it can."""
+    root = executorch_root()
+    if root is None:
+        return "the executorch package is not installed"
+    if sys.platform != "linux" or not library_path(root).is_file():
+        return f"the executorch package for {sys.platform} has no shared runtime library"
+    return _shim_for(root).unavailable_reason()
+
+
+def build() -> Path:
+    """Return the shim; build it on the first use with this ``executorch``.
+
+    Returns:
+        Path of the shared library.
+
+    Raises:
+        EngineUnavailableError: There is no compiler, or it fails (with its last lines of output).
+    """
+    reason = unavailable_reason()
+    root = executorch_root()
+    if reason is not None or root is None:
+        raise EngineUnavailableError(
+            "the stock runtime cannot run Core ML delegates here",
+            got=reason,
+            remedy="Install a C++ compiler or set CXX, or use the Python host.",
+        )
+    return _shim_for(root).build()
+
+
+def _shim_for(root: Path) -> CppLibrary:
+    headers = root / "include"
+    library = library_path(root).stat()
+    sources = importlib.resources.files(_PACKAGE)
+    return CppLibrary(
+        name="coreml_shim",
+        folder="stock-shim",
+        source=sources.joinpath(_SOURCE).read_bytes(),
+        headers={_HEADER: sources.joinpath(_HEADER).read_bytes(), native.HEADER: native.header()},
+        flags=(
+            *_FLAGS,
+            f"-I{headers}",
+            f"-I{headers / 'executorch/runtime/core/portable_type/c10'}",
+        ),
+        libraries=(f"-L{root / 'lib'}", "-lexecutorch"),
+        depends_on=(importlib.metadata.version("executorch"), library.st_size, library.st_mtime_ns),
+    )

@@ -79,10 +79,6 @@ def _written_in_place(method: MethodInfo) -> set[int]:
         call.args[0]
         for chain in method.chains
         for call in chain
-        if isinstance(call, KernelCall) and _is_in_place(call.operator)
+        # Operators such as ``aten::copy_`` and ``aten::index_put_.out``.
+        if isinstance(call, KernelCall) and call.operator.partition(".")[0].endswith("_")
     }
-
-
-def _is_in_place(operator: str) -> bool:
-    """Whether an operator writes its first argument: ``aten::copy_``, ``aten::index_put_.out``."""
-    return operator.partition(".")[0].endswith("_")

@@ -28,7 +28,7 @@ from coreml_delegate.patches.third_party import quiet_import
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.op_errors import first_line
-from coreml_delegate.runtime.program import shim_build
+from coreml_delegate.runtime.program import shim
 from coreml_delegate.runtime.program.bundle import is_bundle, program_of
 from coreml_delegate.runtime.program.delegate_interface import (
     COREML_BACKEND_ID,
@@ -43,10 +43,7 @@ from coreml_delegate.runtime.program.event_trace import (
     debug_buffer_error,
     used_bytes,
 )
-from coreml_delegate.runtime.program.host_program import (
-    HostProgram,
-    states_of,
-)
+from coreml_delegate.runtime.program.host_program import HostProgram, states_of
 from coreml_delegate.runtime.program.inputs import Value, check_inputs, in_dim_order
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,
@@ -57,7 +54,6 @@ from coreml_delegate.runtime.program.plan import (
 )
 from coreml_delegate.runtime.program.ptd import Sources, list_sources, open_program
 from coreml_delegate.runtime.program.pte import Source, map_source
-from coreml_delegate.runtime.program.shim import load_shim, loaded_shim
 from coreml_delegate.runtime.program.signature import mutable_buffers
 from coreml_delegate.runtime.snapshots import State
 
@@ -71,19 +67,15 @@ _REGISTER_LOCK: Final = threading.Lock()
 
 def unavailable_reason() -> str | None:
     """Return the reason why the stock runtime cannot run Core ML delegates here, or None."""
-    return None if machine.has_core_ml() else shim_build.unavailable_reason()
+    return None if machine.has_core_ml() else shim.unavailable_reason()
 
 
 def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> None:
-    """Let ``executorch.runtime`` run programs with Core ML delegates.
+    """Let ``executorch.runtime`` run programs with delegates of ``backend_id``.
 
     Builds a small C++ library on first use. A second call replaces the loader for programs loaded
     afterwards. There is no way to unregister. On macOS, where the runtime has Core ML's own
     backend, this does nothing.
-
-    Args:
-        loader: Prepares delegates for execution.
-        backend_id: Name of the backend whose delegates ``loader`` prepares.
 
     Raises:
         EngineUnavailableError: See ``unavailable_reason``; or another backend has that name.
@@ -92,17 +84,14 @@ def register(loader: DelegateLoader, *, backend_id: str = COREML_BACKEND_ID) -> 
         _logger.debug("the runtime has Core ML's own backend; nothing to register")
         return
     with _REGISTER_LOCK:
-        load_shim().register(backend_id, loader)
+        shim.load_shim().register(backend_id, loader)
 
 
 def check_support(method: MethodInfo, backend_id: str | None = None) -> None:
     """Check that the runtime has all backends and operators of a method.
 
-    The runtime itself reports only an error number.
-
-    Args:
-        method: The method.
-        backend_id: A backend that will be registered before the method is loaded.
+    The runtime itself reports only an error number. A backend ``backend_id`` will be registered
+    before the method is loaded.
 
     Raises:
         ProgramError: The method has a delegate of a backend that the runtime does not have.
@@ -219,19 +208,19 @@ class StockProgram(HostProgram):
                 "the events have been written, after which the stock runtime logs no more",
                 remedy="Load the program again, or use host='python'",
             )
-        shim = loaded_shim()
-        if not self._logs_values or self._remaining_bytes is None or shim is None:
+        library = shim.loaded_shim()
+        if not self._logs_values or self._remaining_bytes is None or library is None:
             yield
             return
         own = _logged_bytes(info)
         if own > self._remaining_bytes:
             raise debug_buffer_error(f"method {info.name!r}", own)
-        shim.set_remaining_bytes(self._remaining_bytes - own)
+        library.set_remaining_bytes(self._remaining_bytes - own)
         try:
             yield
         finally:
-            self._remaining_bytes = shim.remaining_bytes or 0
-            shim.set_remaining_bytes(None)
+            self._remaining_bytes = library.remaining_bytes or 0
+            library.set_remaining_bytes(None)
 
     def _logged_events(self) -> tuple[bytes, bytes] | None:
         if self._written is None and self._remaining_bytes is not None:
@@ -277,8 +266,8 @@ class StockProgram(HostProgram):
         loaded = self._methods.get(info.name)
         if loaded is None:
             check_support(info)
-            shim = loaded_shim()
-            with nullcontext([]) if shim is None else shim.collecting() as delegates:
+            library = shim.loaded_shim()
+            with nullcontext([]) if library is None else library.collecting() as delegates:
                 loaded = _call(lambda: self._loaded.load_method(info.name), info, "failed to load")
             self._methods[info.name] = loaded
             self._delegates[info.name] = list(delegates)
@@ -381,27 +370,16 @@ def _start_threads() -> None:
 
 def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
     """Run ``action``; raise a delegate's exception instead of the runtime's error number."""
-    shim = loaded_shim()
-    if shim is None:
-        return _call_plainly(action, info, what)
-    with shim.keeping_errors() as kept_errors:
+    library = shim.loaded_shim()
+    with nullcontext() if library is None else library.keeping_errors() as kept_errors:
         try:
             return action()
         except (RuntimeError, MemoryError) as error:
-            cause = kept_errors.error
-            if cause is None:
-                raise _failure(info, what, error) from error
+            cause = error if kept_errors is None else kept_errors.error or error
             if isinstance(cause, Exception) and not isinstance(cause, CoreMLDelegateError):
                 raise _failure(info, what, cause) from cause
             cause.add_note(f"in a delegate of method {info.name!r} on the stock runtime")
             raise cause from None
-
-
-def _call_plainly(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
-    try:
-        return action()
-    except (RuntimeError, MemoryError) as error:
-        raise _failure(info, what, error) from error
 
 
 def _failure(info: MethodInfo, what: str, error: Exception) -> ExecutionError:

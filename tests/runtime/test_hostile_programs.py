@@ -28,8 +28,8 @@ from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.engines.openvino import graph
-from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.engine import OPENVINO
+from coreml_delegate.runtime.engines.openvino.graph import require_room
 from coreml_delegate.runtime.engines.reference import REFERENCE, memory_guard
 from coreml_delegate.runtime.engines.selection import engines_here
 from coreml_delegate.runtime.mil.dtypes import DType

@@ -14,7 +14,7 @@ from support.tolerances import ATOL_RTOL
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.runtime import EngineOptions, hosts
-from coreml_delegate.runtime.program import shim_build, stock
+from coreml_delegate.runtime.program import shim
 
 REFUSED = "ExecuTorch's Core ML backend for macOS keeps no state, which forward has"
 
@@ -41,8 +41,8 @@ class _Stock:
 
 @pytest.fixture(autouse=True)
 def _like_a_mac(monkeypatch):
-    monkeypatch.setattr(stock, "load_shim", lambda: pytest.fail("the shim is loaded"))
-    monkeypatch.setattr(shim_build, "unavailable_reason", lambda: pytest.fail("it is asked for"))
+    monkeypatch.setattr(shim, "load_shim", lambda: pytest.fail("the shim is loaded"))
+    monkeypatch.setattr(shim, "unavailable_reason", lambda: pytest.fail("it is asked for"))
     monkeypatch.setattr(hosts, "StockProgram", _Stock)
     with core_ml.strict():
         yield

@@ -12,7 +12,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.caches import CACHE_VARIABLE, HOMELESS
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
 from coreml_delegate.runtime import Precision
-from coreml_delegate.runtime.program import shim_build
+from coreml_delegate.runtime.program import shim
 from coreml_delegate.scripts import arguments
 from coreml_delegate.scripts.cli import main
 
@@ -95,4 +95,4 @@ def test_a_user_without_a_home_has_no_caches(tmp_path, capsys):
     assert main(["run", program]) == 0
     assert main(["compile", program]) == 1
     assert "Set COREML_DELEGATE_CACHE to a directory" in capsys.readouterr().err
-    assert shim_build.unavailable_reason() == HOMELESS
+    assert shim.unavailable_reason() == HOMELESS

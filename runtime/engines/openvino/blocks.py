@@ -21,7 +21,6 @@ from coreml_delegate.runtime.mil.program import (
     ListType,
     NamedType,
     Op,
-    Ref,
     TensorType,
 )
 from coreml_delegate.runtime.op_errors import OpTranslationError, blame, last_line
@@ -31,14 +30,7 @@ from coreml_delegate.targets import Opset
 _WRONGLY_DECLARED = frozenset({"select"})
 
 # Errors that OpenVINO's binding raises for a graph it refuses to build.
-_BUILD_ERRORS = (
-    ArithmeticError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+_BUILD_ERRORS = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +38,7 @@ class BlockTranslator:
     """Translates blocks into the graphs of their scopes.
 
     Attributes:
-        opset: The opset of the program.
         structural: Ops that need the scope, by type.
-        exact_nan: Whether every op propagates NaN, even where that takes time.
         reasons: Collects the errors. Parameters then replace the values of failed ops, so that one
             pass finds all errors. With None the first error is raised.
         misdeclared: Names of values whose shape differs from the declared shape.
@@ -61,12 +51,7 @@ class BlockTranslator:
     misdeclared: set[str] = field(default_factory=set[str])
 
     def block(self, block: Block, scope: Scope, inputs: Sequence[Value] = ()) -> list[Value]:
-        """Translate a block into the graph of ``scope``.
-
-        Args:
-            block: The block.
-            scope: A new scope for the names of the block.
-            inputs: Values of the block's inputs.
+        """Translate a block into the graph of ``scope``, a new scope for the names of the block.
 
         Returns:
             Values of the block's outputs.
@@ -100,7 +85,7 @@ class BlockTranslator:
         if structural is not None:
             return structural(self, op, scope)
         version = TRANSLATIONS.get(op.type, self.opset)
-        arguments = _arguments(op, version.schema.parameters, scope)
+        arguments = {**_arguments(op, version.schema.parameters, scope), **version.fixed}
         if EXACT_NAN in version.schema.options:
             arguments[EXACT_NAN] = self.exact_nan
         result = version.function(**arguments)
@@ -136,8 +121,7 @@ class BlockTranslator:
 
     def _reads_misdeclared(self, op: Op) -> bool:
         """Whether an op reads a misdeclared value, and so declares wrong shapes itself."""
-        references = (b for bindings in op.inputs.values() for b in bindings if isinstance(b, Ref))
-        return any(reference.name in self.misdeclared for reference in references)
+        return not self.misdeclared.isdisjoint(op.references())
 
 
 StructuralOp: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]
@@ -181,12 +165,8 @@ def _argument(name: str, form: Form, values: list[Value], scope: Scope) -> Any:
 def read_literal(name: str, value: Value) -> Any:
     """Return the content of a value that is known at compile time.
 
-    Args:
-        name: Name of the parameter, for the error.
-        value: The value.
-
     Raises:
-        UnsupportedOpError: The value is computed at run time.
+        UnsupportedOpError: The value is computed at run time; names the parameter.
     """
     if isinstance(value, Constant):
         return value.data

@@ -50,12 +50,7 @@ class OpenVinoEngine:
     def compile(
         self, function: Function, options: EngineOptions, source: ProgramSource | None = None
     ) -> CompiledFunction:
-        """Translate and compile ``function``, or load it from the cache of compiled functions.
-
-        Args:
-            function: The function to run.
-            options: How to execute.
-            source: The bytes that the function was read from; without them no cache is used.
+        """Translate and compile ``function``, or load it from the cache; see ``Engine``.
 
         Raises:
             EngineUnavailableError: OpenVINO, or the precision asked for, cannot be used here.

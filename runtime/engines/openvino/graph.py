@@ -2,58 +2,51 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset15 as ops
 
+from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.openvino.values import Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.program import Packed
+from coreml_delegate.runtime.mil.program import Packed, writable_alias
+
+INTERFACE_TYPE: dict[DType, ov.Type] = {
+    dtype: ov.Type(dtype.numpy)
+    for dtype in (
+        *(DType.FP16, DType.FP32, DType.BOOL, DType.INT8, DType.UINT8),
+        *(DType.INT16, DType.UINT16, DType.INT32),
+    )
+}
+"""Element type of a MIL type at a function's inputs, outputs and states."""
 
 GRAPH_TYPE: dict[DType, ov.Type] = {
+    **INTERFACE_TYPE,
     # fp16 values are computed in f32: with the program's weights, but without its rounding.
     DType.FP16: ov.Type.f32,
-    DType.FP32: ov.Type.f32,
-    DType.BOOL: ov.Type.boolean,
-    DType.INT8: ov.Type.i8,
-    DType.UINT8: ov.Type.u8,
     # The CPU plugin has no 16-bit integer kernels.
     DType.INT16: ov.Type.i32,
     DType.UINT16: ov.Type.i32,
-    DType.INT32: ov.Type.i32,
     DType.UINT32: ov.Type.i32,
     DType.INT64: ov.Type.i64,
-    DType.INT4: ov.Type.i8,
-    DType.UINT1: ov.Type.u8,
-    DType.UINT2: ov.Type.u8,
-    DType.UINT3: ov.Type.u8,
-    DType.UINT4: ov.Type.u8,
-    DType.UINT6: ov.Type.u8,
+    **{dtype: ov.Type(dtype.numpy) for dtype in DType if dtype.is_packed},
 }
 """Element type of a MIL type inside a graph."""
-
-INTERFACE_TYPE: dict[DType, ov.Type] = {
-    DType.FP16: ov.Type.f16,
-    DType.FP32: ov.Type.f32,
-    DType.BOOL: ov.Type.boolean,
-    DType.INT8: ov.Type.i8,
-    DType.UINT8: ov.Type.u8,
-    DType.INT16: ov.Type.i16,
-    DType.UINT16: ov.Type.u16,
-    DType.INT32: ov.Type.i32,
-}
-"""Element type of a MIL type at a function's inputs, outputs and states."""
 
 # Name of the runtime attribute by which OpenVINO's own importers mark the conversion of a constant.
 _DECOMPRESSION = "decompression_0"
 
 INT_MAX = int(np.iinfo(np.int32).max)
 INT_MIN = int(np.iinfo(np.int32).min)
+
+
+make_model: Any = ov.Model
+"""Builds a model of results, parameters and a name. The type stub declares the base class's
+constructor."""
 
 
 def output(value: Any) -> Any:
@@ -165,11 +158,7 @@ def fit_slices(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the operands of a scatter of slices; computing them fails unless their sizes fit.
 
-    Args:
-        data: The tensor to write to.
-        indices: [C], indices along ``axis``.
-        updates: C slices.
-        axis: Counted from the front.
+    ``indices`` [C] are indices of C slices of ``data`` along ``axis``, counted from the front.
 
     Raises:
         UnsupportedOpError: Ranks do not fit, so that OpenVINO would have to compare sizes.
@@ -272,6 +261,18 @@ def _have_one_symbol(x: Tensor, x_axis: int, y: Tensor, y_axis: int) -> bool:
     return x_symbol is not None and x_symbol == y_symbol
 
 
+def replace_node(node: Any, replacement: Any) -> None:
+    """Replace a node of a model by another, which takes its name."""
+    replacement.set_friendly_name(node.get_friendly_name())
+    ov.utils.replace_node(node, replacement)
+
+
+def stable_topk(x: Tensor, count: Any, axis: int, mode: str) -> tuple[Any, Any]:
+    """Return the first ``count`` values (``max`` or ``min``) in stable order, and indices, i32."""
+    best = ops.topk(x, count, axis, mode, "value", index_element_type="i32", stable=True)
+    return best.output(0), best.output(1)
+
+
 def per_channel(vector: Tensor, rank_: int, axis: int = 1) -> Any:
     """Return a vector [C] shaped to broadcast along ``axis`` of a tensor of rank ``rank_``."""
     if rank(vector) != 1:
@@ -319,20 +320,10 @@ def convert_to(value: Tensor, destination: ov.Type) -> Any:
 
 
 def array_constant(array: NDArray[np.generic]) -> Any:
-    """Return a constant that shares the memory of ``array`` and keeps it alive.
-
-    OpenVINO's binding takes writable arrays only, while program constants are read-only views of a
-    mapped file. A constant is never written to, so the binding gets a writable alias of the memory.
-    """
+    """Return a constant that shares the memory of ``array`` and keeps it alive."""
     if array.nbytes == 0 or array.ndim == 0:
         return ops.constant(array)
-    return ops.constant(_writable_alias(np.ascontiguousarray(array)), shared_memory=True)
-
-
-def _writable_alias(data: NDArray[Any]) -> NDArray[Any]:
-    block: Any = (ctypes.c_ubyte * data.nbytes).from_address(data.ctypes.data)
-    block.owner = data  # alias -> memoryview -> block -> data
-    return np.frombuffer(memoryview(block), dtype=data.dtype).reshape(data.shape)
+    return ops.constant(writable_alias(np.ascontiguousarray(array)), shared_memory=True)
 
 
 def widen_constant(constant: Any, destination: ov.Type) -> Any:
@@ -367,7 +358,7 @@ def integer_constant(integers: NDArray[np.generic] | Packed, shape: Sequence[int
     """
     if isinstance(integers, Packed):
         if integers.dtype in _STORED_NIBBLES and integers.stored.nbytes:
-            stored = _writable_alias(integers.stored)
+            stored = writable_alias(integers.stored)
             type_ = _STORED_NIBBLES[integers.dtype]
             return ov.op.Constant(ov.Tensor(stored, ov.Shape(list(shape)), type_))
         integers = integers.unpack()
@@ -382,3 +373,75 @@ def integer_constant(integers: NDArray[np.generic] | Packed, shape: Sequence[int
     tensor = ov.Tensor(type_, ov.Shape(list(shape)))
     tensor.data.reshape(-1)[:] = nibbles[0::2] | (nibbles[1::2] << 4)
     return ov.op.Constant(tensor)
+
+
+# --- tensors whose sizes a program computes from values -------------------------------------------
+#
+# A few bytes of a program, or of an input, can ask for more memory than the machine has, which on
+# many systems ends the process. Sizes that follow from the shapes of inputs are known, or bounded
+# by the declared input shapes, and need no check.
+
+# Node type -> indices of the inputs whose values determine the sizes of the output.
+_SIZED_BY: Final[Mapping[str, tuple[int, ...]]] = {
+    "Broadcast": (1,),
+    "Interpolate": (1, 2),
+    "NonZero": (0,),
+    "OneHot": (1,),
+    "Pad": (1, 2),
+    "RandomUniform": (0,),
+    "Range": (0, 1, 2),
+    "Tile": (1,),
+}
+
+
+def require_room(
+    control: Tensor, sizes: Tensor, like: Tensor | None = None, repeats_for: Tensor | None = None
+) -> Tensor:
+    """Return ``control``, whose computation fails if a tensor would be too large.
+
+    Args:
+        control: The value that determines the tensor's sizes; returned unchanged if it depends only
+            on shapes.
+        sizes: Numbers whose product is the number of elements, a vector or a scalar.
+        like: A tensor with the same element type; None for four bytes per element.
+        repeats_for: A tensor whose number of elements is another factor.
+    """
+    factors = () if repeats_for is None else (shape_of(repeats_for),)
+    if not any(map(_depends_on_values, (control, *factors))):
+        return control
+    nbytes = 4 if like is None else max(element_type(like).bitwidth // 8, 1)
+    elements = ops.absolute(f32(sizes))
+    if rank(sizes):
+        elements = ops.reduce_prod(elements, ints(0))
+    if repeats_for is not None:
+        elements = ops.multiply(elements, ops.reduce_prod(f32(shape_of(repeats_for)), ints(0)))
+    most = ops.constant(np.float32(limits.MAX_COMPUTED // nbytes))
+    # Not ``greater``: it is false for NaN, the count of a range with a step of zero.
+    too_large = ops.logical_not(ops.less_equal(elements, most))
+    reason = f"a tensor of a computed size takes more than {limits.MAX_COMPUTED} bytes"
+    return fail_if(too_large, control, reason)
+
+
+def _depends_on_values(value: Tensor) -> bool:
+    """Whether a value depends on the values of inputs, not only on their shapes."""
+    if constant_data(value) is not None:
+        return False
+    pending: list[tuple[Any, bool]] = [(output(value), False)]
+    seen: set[tuple[str, int, bool]] = set()
+    while pending:
+        source, is_shape = pending.pop()
+        node = source.get_node()
+        key = node.get_name(), source.get_index(), is_shape
+        if key in seen:
+            continue
+        seen.add(key)
+        kind = node.get_type_name()
+        if kind == "Parameter" and not is_shape:
+            return True
+        if is_shape and not source.get_partial_shape().is_dynamic:
+            continue
+        inputs = [port.get_source_output() for port in node.inputs()]
+        if is_shape:
+            pending += [(inputs[n], False) for n in _SIZED_BY.get(kind, ()) if n < len(inputs)]
+        pending += [(port_value, is_shape or kind == "ShapeOf") for port_value in inputs]
+    return False

@@ -74,13 +74,10 @@ def find_row_writes(before: Any, after: Any) -> tuple[RowWrite, ...] | None:
 
 
 def split_readers(after: Any) -> None:
-    """Let the readers of a written tensor read the old tensor and the new rows separately.
+    """Let the readers of ``after``, the result of a row write, read the old tensor and new rows.
 
     Readers without a function in ``_READERS`` still read the written tensor, which the plugin then
     copies.
-
-    Args:
-        after: The result of a row write.
     """
     write = _as_row_write(after)
     if write is None:

@@ -28,12 +28,15 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     element_type,
     fail_if,
     ints,
+    make_model,
     rank,
     reshape,
 )
 from coreml_delegate.runtime.engines.openvino.scope import Scope, partial_shape
 from coreml_delegate.runtime.engines.openvino.values import TensorList, Value, Weight, refusal
 from coreml_delegate.runtime.mil.program import (
+    STATE_OPERAND,
+    WRITTEN_OPERAND,
     Block,
     Constant,
     ListType,
@@ -44,9 +47,6 @@ from coreml_delegate.runtime.mil.program import (
     ValueType,
 )
 
-# Op type -> its parameters for the state and for the value to write.
-_WRITES = {"write_state": ("input", "data"), "coreml_update_state": ("state", "value")}
-
 
 def const(_: BlockTranslator, op: Op, __: Scope) -> tuple[Value, ...]:
     """Return the constant; it becomes a node when a tensor is needed."""
@@ -55,15 +55,14 @@ def const(_: BlockTranslator, op: Op, __: Scope) -> tuple[Value, ...]:
 
 def read_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
     """Return the value of the state at this point of the program."""
-    return (scope.state(_state_name(op, "input")),)
+    return (scope.state(_state_name(op)),)
 
 
 def write_state(_: BlockTranslator, op: Op, scope: Scope) -> tuple[Value, ...]:
     """Replace the state; ``coreml_update_state`` also returns the new value."""
-    state, data = _WRITES[op.type]
-    (binding,) = op.inputs[data]
+    (binding,) = op.inputs[WRITTEN_OPERAND[op.type]]
     value = scope.tensor(scope.value(binding))
-    scope.set_state(_state_name(op, state), value)
+    scope.set_state(_state_name(op), value)
     return (value,) if op.outputs else ()
 
 
@@ -163,7 +162,7 @@ def _branch(
     """Return the outputs of a block, and a model whose results are the outputs and the states."""
     values = translator.block(block, scope)
     results = [
-        convert_to(_to_tensor(value, scope), _element_type(named.type))
+        convert_to(_to_tensor(value, scope), GRAPH_TYPE[_element_of(named.type).dtype])
         for value, named in zip(values, declared, strict=True)
     ]
     results += [scope.state(name) for name in states]
@@ -177,13 +176,8 @@ _VIEWS = {"Convert", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 def _copy_of_other(value: Any, own: Any, parameters: Sequence[Any], turn: Any) -> Any:
     """Return a loop variable's next value, copied if it is another variable's current value.
 
-    The plugin replaces the variables one after another, in place.
-
-    Args:
-        value: The next value.
-        own: The variable's parameter.
-        parameters: The parameters of all variables.
-        turn: The number of the iteration, from 0 on.
+    The plugin replaces the variables one after another, in place. ``own`` is the variable's
+    parameter, among the ``parameters`` of all, and ``turn`` the number of the iteration.
     """
     source = value.get_node()
     while source.get_type_name() in _VIEWS:
@@ -213,8 +207,6 @@ def _as_scalar_flag(value: Any) -> Any:
 
 
 def _make_body(results: Sequence[Any], parameters: Sequence[Any], scope: Scope) -> Any:
-    # Any, because the type stub declares the base class's constructor.
-    make_model: Any = ov.Model
     captured = [capture.parameter for capture in scope.captures]
     return make_model([ops.result(value) for value in results], [*parameters, *captured], "body")
 
@@ -245,10 +237,6 @@ def _element_of(type_: ValueType) -> TensorType:
     return tensor
 
 
-def _element_type(type_: ValueType) -> ov.Type:
-    return GRAPH_TYPE[_element_of(type_).dtype]
-
-
 def _shape(type_: ValueType, initial: Value) -> Any:
     """Return the shape that a variable has in every iteration."""
     element = _element_of(type_)
@@ -261,12 +249,12 @@ def _shape(type_: ValueType, initial: Value) -> Any:
 
 def _written_states(blocks: Sequence[Block]) -> list[str]:
     """Return the names of the states that blocks write, each once."""
-    writes = [op for block in blocks for op in block.walk() if op.type in _WRITES]
-    return list(dict.fromkeys(_state_name(op, _WRITES[op.type][0]) for op in writes))
+    writes = [op for block in blocks for op in block.walk() if op.type in WRITTEN_OPERAND]
+    return list(dict.fromkeys(map(_state_name, writes)))
 
 
-def _state_name(op: Op, parameter: str) -> str:
-    (binding,) = op.inputs[parameter]
+def _state_name(op: Op) -> str:
+    (binding,) = op.inputs[STATE_OPERAND[op.type]]
     if not isinstance(binding, Ref):
         raise refusal("state", "a constant", "a parameter of the function")
     return binding.name

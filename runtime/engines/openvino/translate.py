@@ -15,45 +15,25 @@ from coreml_delegate.runtime.engines.openvino import graph
 from coreml_delegate.runtime.engines.openvino.blocks import BlockTranslator
 from coreml_delegate.runtime.engines.openvino.row_writes import find_row_writes, split_readers
 from coreml_delegate.runtime.engines.openvino.scope import Scope, make_parameter
-from coreml_delegate.runtime.engines.openvino.session.state_tensors import StateTypes, Writes
+from coreml_delegate.runtime.engines.openvino.session.state_tensors import Interface, Writes
 from coreml_delegate.runtime.engines.openvino.structural_ops import STRUCTURAL
 from coreml_delegate.runtime.engines.openvino.values import Value, refusal
-from coreml_delegate.runtime.mil.program import (
-    Feature,
-    Function,
-    StateType,
-    TensorType,
-)
+from coreml_delegate.runtime.mil.program import Feature, Function, StateType, TensorType
 from coreml_delegate.targets import Opset
 
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """A model, and the meaning of its ports.
-
-    Attributes:
-        model: Its inputs are ``inputs`` then ``states``, its results ``outputs`` then ``writes``.
-            Weights may share the memory of the function, which must live as long.
-        inputs: Feature names.
-        outputs: Feature names.
-        states: Name and type of every state tensor.
-        writes: How each state is written.
-    """
+    """A model, whose weights may share the memory of the function, and the meaning of its ports."""
 
     model: ov.Model
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    states: StateTypes
-    writes: tuple[Writes, ...]
+    interface: Interface
 
 
 def translate(function: Function, *, exact_nan: bool = False, labelled: bool = False) -> Translated:
     """Translate ``function``.
 
-    Args:
-        function: The function.
-        exact_nan: Whether every op propagates NaN, even where that takes time.
-        labelled: Whether the names of nodes refer to the ops they come from; see ``labelled_ops``.
+    With ``labelled``, the names of nodes refer to the ops they come from; see ``labelled_ops``.
 
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
@@ -68,10 +48,9 @@ _LABEL = re.compile(r"op(\d+)\.\d+")
 
 
 def labelled_ops(names: str) -> tuple[int, ...]:
-    """Return the indices of the ops that the labels in ``names`` refer to.
+    """Return the indices of the ops that the labels among names of nodes refer to.
 
-    Args:
-        names: Names of nodes, as OpenVINO lists the nodes of a kernel; other names are ignored.
+    OpenVINO lists the nodes of a kernel in one text; other names are ignored.
     """
     return tuple(sorted({int(position) for position in _LABEL.findall(names)}))
 
@@ -109,8 +88,6 @@ class _Translation:
     """A function whose ops are translated, before it becomes a model.
 
     Attributes:
-        function: The function.
-        scope: The scope of the function's names.
         inputs: Input name -> parameter of the model.
         states: State name -> parameter of the model, initial value, type.
         values: Output name -> value.
@@ -124,7 +101,11 @@ class _Translation:
 
     def model(self) -> Translated:
         """Build the model."""
-        declared = _declared_types(self.function)
+        named = [
+            *self.function.params,
+            *(out for op in self.function.block.ops for out in op.outputs),
+        ]
+        declared = {n.name: n.type for n in named if isinstance(n.type, TensorType)}
         results = [self._result(feature, declared) for feature in self.function.outputs]
         parameters = [*self.inputs.values()]
         writes: list[Writes] = []
@@ -133,15 +114,13 @@ class _Translation:
             parameters.append(parameter)
             results += updates
             writes.append(axes)
-        # Any, because the type stub declares the base class's constructor.
-        make_model: Any = ov.Model
-        return Translated(
-            make_model(results, parameters, self.function.name),
+        interface = Interface(
             tuple(self.inputs),
             tuple(feature.name for feature in self.function.outputs),
             tuple((name, type_) for name, (_, _, type_) in self.states.items()),
             tuple(writes),
         )
+        return Translated(graph.make_model(results, parameters, self.function.name), interface)
 
     def _write_state(self, name: str) -> tuple[Any, list[Any], Writes]:
         """Return the parameter of a state, the results that update it, and the form of writes."""
@@ -189,11 +168,6 @@ def _translate_blocks(
     outputs = translator.block(function.block, scope)
     values = dict(zip(function.block.outputs, outputs, strict=True))
     return _Translation(function, scope, inputs, states, values)
-
-
-def _declared_types(function: Function) -> dict[str, TensorType]:
-    declared = [*function.params, *(out for op in function.block.ops for out in op.outputs)]
-    return {named.name: named.type for named in declared if isinstance(named.type, TensorType)}
 
 
 def _make_result(value: Any, type_: TensorType, name: str) -> Any:

@@ -39,7 +39,8 @@ from coreml_delegate.runtime.engines.reference.values import (
 )
 from coreml_delegate.runtime.mil.location import located_ops
 from coreml_delegate.runtime.mil.program import (
-    STATE_OPS,
+    STATE_OPERAND,
+    WRITTEN_OPERAND,
     Binding,
     Block,
     Constant,
@@ -51,8 +52,7 @@ from coreml_delegate.targets import Opset
 
 _CONST = "const"
 _CONSTEXPR = "constexpr_"
-_CONTROL_FLOW = {"cond", "while_loop"}
-STRUCTURAL = _CONTROL_FLOW | STATE_OPS | {_CONST}
+STRUCTURAL = {"cond", "while_loop", *STATE_OPERAND, _CONST}
 """Op types that the interpreter executes without a kernel."""
 
 
@@ -60,10 +60,8 @@ STRUCTURAL = _CONTROL_FLOW | STATE_OPS | {_CONST}
 class CompiledProgram:
     """A function with its names resolved to slots.
 
-    Attributes:
-        block: The steps of the function.
-        slots: Number of slots in the frame.
-        params: Slot of every parameter by name, states included.
+    ``slots`` is the number of slots in the frame; ``params`` has the slot of every parameter by
+    name, states included.
     """
 
     block: CompiledBlock
@@ -187,20 +185,17 @@ class _Compiler:
             condition, body = (self._nested(block, scope, uses) for block in op.blocks)
             return LoopStep(op, sources, initial, condition, body)
         if op.type == "read_state":
-            return ReadStateStep(op, sources, self._state(op, "input", scope))
-        if op.type == "write_state":
-            data = self._argument(op, "data", scope, uses)
-            return WriteStateStep(op, sources, self._state(op, "input", scope), data)
-        if op.type == "coreml_update_state":
-            data = self._argument(op, "value", scope, uses)
-            return WriteStateStep(op, sources, self._state(op, "state", scope), data)
+            return ReadStateStep(op, sources, self._state(op, scope))
+        if op.type in WRITTEN_OPERAND:
+            data = self._argument(op, WRITTEN_OPERAND[op.type], scope, uses)
+            return WriteStateStep(op, sources, self._state(op, scope), data)
         return self._kernel_step(op, sources, uses)
 
     def _kernel_step(
         self, op: Op, sources: dict[str, tuple[Source, ...]], uses: set[int]
     ) -> KernelStep:
         kernel = KERNELS.get(op.type, self._opset)
-        fixed: dict[str, Any] = {}
+        fixed: dict[str, Any] = dict(kernel.fixed)
         fetched: list[tuple[str, Fetch]] = []
         for name, argument in sources.items():
             if any(isinstance(source, int) for source in argument):
@@ -208,7 +203,7 @@ class _Compiler:
                 fetched.append((name, self._fetch_argument(kernel, name, argument)))
             else:
                 fixed[name] = self._constant_argument(kernel, name, argument)
-        return KernelStep(op, kernel, sources, fixed, tuple(fetched))
+        return KernelStep(op, sources, kernel, fixed, tuple(fetched))
 
     def _nested(self, block: Block, scope: _Scope, uses: set[int]) -> CompiledBlock:
         compiled, outer = self.block(block, _Scope(scope))
@@ -269,7 +264,8 @@ class _Compiler:
             raise UnsupportedOpError(f"{op.type} needs one {name!r}", got=f"{len(bindings)}")
         return self._fetch(_resolve(bindings[0], scope), uses)
 
-    def _state(self, op: Op, name: str, scope: _Scope) -> int:
+    def _state(self, op: Op, scope: _Scope) -> int:
+        name = STATE_OPERAND[op.type]
         bindings = op.inputs.get(name, ())
         source = _resolve(bindings[0], scope) if bindings else None
         if not isinstance(source, int):

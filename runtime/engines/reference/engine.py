@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from coreml_delegate.errors import InputError
-from coreml_delegate.runtime.engines.base import (
-    Array,
-    EngineOptions,
-    KernelTime,
-    State,
-)
+from coreml_delegate.runtime.engines.base import Array, EngineOptions, KernelTime, State
 from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.reference import compiler
 from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
@@ -39,11 +34,7 @@ from coreml_delegate.runtime.snapshots import Snapshot
 
 
 class ReferenceState(State):
-    """State tensors of one model instance.
-
-    Args:
-        tensors: The tensors, by name; calls replace them.
-    """
+    """State tensors of one model instance, by name; calls replace them."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -94,13 +85,10 @@ class ReferenceFunction:
         listener: Listener | None = None,
         decide: Callable[[bool], bool] = bool,
     ) -> dict[str, Array]:
-        """Run once, and pass every value that an op computes to ``listener``.
+        """Run once, and pass every value that an op computes to ``listener``, in execution order.
 
-        Args:
-            inputs: Arrays by feature name, in the dtype of the MIL parameter.
-            state: From ``make_state``; None for stateless functions.
-            listener: Receives every value that an op computes, in execution order.
-            decide: Maps the value of every condition of the program to its outcome.
+        ``decide`` maps the value of every condition of the program to its outcome. The inputs are
+        in the dtype of the MIL parameter.
 
         Returns:
             Outputs by feature name, in declaration order, owned by the caller.

@@ -6,9 +6,10 @@ frame of their function, and a slot is emptied after its last use.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -91,13 +92,10 @@ class Frame:
     """One call of a function.
 
     Attributes:
-        function: The function that is called.
         slots: Values by slot, None in empty slots.
         states: State tensors by slot; replaced, never modified.
         admitted: Signature of the arguments with which each step last passed the memory guard;
             shared by the calls of a function.
-        listener: Receives the values, if it is not None.
-        locations: Location of every op, for the listener.
         decide: Maps the value of a condition to its outcome, so that a comparison of two runs can
             make one follow the path of the other.
         turns: Index of the current iteration of every loop that is running, outermost first.
@@ -132,33 +130,25 @@ Operands: TypeAlias = "Mapping[str, tuple[Value | Constant | None, ...]]"
 """Operands of an op by parameter name: several if variadic, None for an empty slot."""
 
 
-class Step(Protocol):
-    """One op with its names resolved."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Step(abc.ABC):
+    """One op with its names resolved.
 
-    @property
-    def op(self) -> Op:
-        """The op."""
-        ...
+    Attributes:
+        sources: Locations of the operands, by parameter name.
+    """
 
-    @property
-    def sources(self) -> Mapping[str, tuple[Source, ...]]:
-        """Locations of the operands, by parameter name."""
-        ...
+    op: Op
+    sources: Mapping[str, tuple[Source, ...]]
 
+    @abc.abstractmethod
     def run(self, frame: Frame) -> tuple[Any, ...]:
         """Return the op's results, in the order of its outputs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A step with its outputs, and the slots to empty after it.
-
-    Attributes:
-        step: The op.
-        outputs: Slot and declaration of each result.
-        frees: Slots that the step uses last.
-    """
+    """A step with slot and declaration of each output, and the slots that it uses last."""
 
     step: Step
     outputs: tuple[tuple[int, NamedType], ...]
@@ -241,20 +231,15 @@ def blame_op(error: Exception, function: Function, op: Op, operands: Operands) -
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KernelStep:
+class KernelStep(Step):
     """An op that a kernel computes.
 
     Attributes:
-        op: The op.
-        kernel: The kernel of the op.
-        sources: Locations of the operands.
         fixed: Arguments known at compile time.
         fetched: Functions that read the other arguments at every call.
     """
 
-    op: Op
     kernel: Kernel
-    sources: Mapping[str, tuple[Source, ...]]
     fixed: Mapping[str, Any]
     fetched: tuple[tuple[str, Fetch], ...]
 
@@ -275,12 +260,10 @@ def as_tuple(result: Any) -> tuple[Any, ...]:
     return result if type(result) is tuple else (result,)
 
 
-@dataclass(frozen=True, slots=True)
-class CondStep:
+@dataclass(frozen=True, slots=True, eq=False)
+class CondStep(Step):
     """``cond``: the first block if the predicate is true, else the second."""
 
-    op: Op
-    sources: Mapping[str, tuple[Source, ...]]
     predicate: Fetch
     branches: tuple[CompiledBlock, CompiledBlock]
 
@@ -289,12 +272,10 @@ class CondStep:
         return self.branches[0 if _decide(self.predicate(frame), frame) else 1].run(frame)
 
 
-@dataclass(frozen=True, slots=True)
-class LoopStep:
+@dataclass(frozen=True, slots=True, eq=False)
+class LoopStep(Step):
     """``while_loop``: runs the second block while the first is true, on the loop variables."""
 
-    op: Op
-    sources: Mapping[str, tuple[Source, ...]]
     initial: tuple[Fetch, ...]
     condition: CompiledBlock
     body: CompiledBlock
@@ -317,12 +298,10 @@ def _decide(condition: Any, frame: Frame) -> bool:
     return frame.decide(bool(condition))
 
 
-@dataclass(frozen=True, slots=True)
-class ReadStateStep:
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadStateStep(Step):
     """``read_state``: returns the current tensor of a state."""
 
-    op: Op
-    sources: Mapping[str, tuple[Source, ...]]
     state: int
 
     def run(self, frame: Frame) -> tuple[Any, ...]:
@@ -330,12 +309,10 @@ class ReadStateStep:
         return (frame.states[self.state],)
 
 
-@dataclass(frozen=True, slots=True)
-class WriteStateStep:
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteStateStep(Step):
     """``write_state``, and ``coreml_update_state``, which also returns the new tensor."""
 
-    op: Op
-    sources: Mapping[str, tuple[Source, ...]]
     state: int
     data: Fetch
 

@@ -25,24 +25,8 @@ _FREE_ELEMENTS = 1 << 25
 _Bound = Callable[..., float]
 
 
-def _first_operand(x: Tensor, *_: Any) -> float:
-    return x.numel()
-
-
 def _matrix_product(x: Tensor, y: Tensor, *_: Any) -> float:
     return math.prod(x.shape[:-1]) * float(y.shape[-1])
-
-
-def _added_matrix_product(_: Tensor, x: Tensor, y: Tensor, *__: Any) -> float:
-    return _matrix_product(x, y)
-
-
-def _selection(x: Tensor, dim: int, index: Tensor) -> float:
-    return x.numel() / max(x.shape[dim], 1) * index.numel()
-
-
-def _repetition(x: Tensor, repeats: Sequence[int]) -> float:
-    return math.prod(repeats, start=float(x.numel()))
 
 
 def _pooling(
@@ -52,10 +36,6 @@ def _pooling(
     pads = [*padding, *[0] * (len(kernel) - len(padding))]
     sizes = (size + 2.0 * pad for size, pad in zip(x.shape[spatial:], pads, strict=True))
     return math.prod(x.shape[:spatial]) * math.prod(sizes)
-
-
-def _concatenation(tensors: Sequence[Tensor], *_: Any) -> float:
-    return sum(tensor.numel() for tensor in tensors)
 
 
 def _convolution(
@@ -84,15 +64,17 @@ _aten = torch.ops.aten
 _BOUNDS: dict[Any, _Bound] = {
     _aten.mm.default: _matrix_product,
     _aten.bmm.default: _matrix_product,
-    _aten.addmm.default: _added_matrix_product,
-    _aten.baddbmm.default: _added_matrix_product,
+    _aten.addmm.default: lambda _, x, y, *__: _matrix_product(x, y),
+    _aten.baddbmm.default: lambda _, x, y, *__: _matrix_product(x, y),
     _aten.convolution.default: _convolution,
-    _aten.index_select.default: _selection,
-    _aten.cat.default: _concatenation,
-    _aten.repeat.default: _repetition,
+    _aten.index_select.default: lambda x, dim, index: (
+        x.numel() / max(x.shape[dim], 1) * index.numel()
+    ),
+    _aten.cat.default: lambda tensors, *_: sum(tensor.numel() for tensor in tensors),
+    _aten.repeat.default: lambda x, repeats: math.prod(repeats, start=float(x.numel())),
     _aten.avg_pool2d.default: _pooling,
     _aten.max_pool2d_with_indices.default: _pooling,
-    _aten.stack.default: _concatenation,
+    _aten.stack.default: lambda tensors, *_: sum(tensor.numel() for tensor in tensors),
     **dict.fromkeys(
         (
             _aten._native_batch_norm_legit_no_training.default,
@@ -111,7 +93,7 @@ _BOUNDS: dict[Any, _Bound] = {
             _aten.sort.stable,
             _aten.sum.dim_IntList,
         ),
-        _first_operand,
+        lambda x, *_: x.numel(),
     ),
 }
 
@@ -131,7 +113,9 @@ class MemoryGuard(TorchDispatchMode):
         if func._can_decompose():
             with self:  # checks the parts of the operator
                 return func.decompose(*args, **keywords)
-        if _allocates(func) and _most_elements(func, args, keywords) > _FREE_ELEMENTS:
+        # Otherwise the operator returns views, or changes tensors in place.
+        allocates = all(result.alias_info is None for result in schema_of(func).returns)
+        if allocates and _most_elements(func, args, keywords) > _FREE_ELEMENTS:
             nbytes = _result_bytes(func, args, keywords)
             if nbytes > _FREE_ELEMENTS and nbytes > (limit := largest_request()):
                 raise MemoryError(f"{nbytes} bytes are needed, at most {limit} may be requested")
@@ -149,11 +133,6 @@ def _shape_of(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_shape_of(item) for item in value)
     return value
-
-
-def _allocates(func: Any) -> bool:
-    """Whether an operator returns new tensors, rather than views or changes in place."""
-    return all(result.alias_info is None for result in schema_of(func).returns)
 
 
 def _most_elements(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> float:
@@ -185,7 +164,10 @@ def _factors(leaves: Iterable[Any]) -> Iterator[float]:
 
 def _result_bytes(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> int:
     try:
-        results = func(*_on_meta(args), **{**_on_meta(keywords), **_placement(keywords)})
+        # The keywords that determine the device of the result.
+        placed = {"device": torch.device("meta"), "generator": None, "pin_memory": None}
+        placement = {name: value for name, value in placed.items() if name in keywords}
+        results = func(*_on_meta(args), **{**_on_meta(keywords), **placement})
     except Exception:  # noqa: BLE001 - operators raise anything
         # Either the operator fails on real operands too and is reported then, or the size of its
         # result depends on values; such operators of torch only select elements of their operands.
@@ -196,12 +178,5 @@ def _result_bytes(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) ->
 
 def _on_meta(operands: Any) -> Any:
     return pytree.tree_map(
-        lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf,
-        operands,
+        lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, operands
     )
-
-
-def _placement(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    # The keywords of an operator that determine the device of its result.
-    placed = {"device": torch.device("meta"), "generator": None, "pin_memory": None}
-    return {name: value for name, value in placed.items() if name in keywords}

@@ -17,30 +17,26 @@ from torch import Tensor
 from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.runtime.engines.limits import MAX_LIST
 from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.program import Constant, Literal, TensorType, ValueType
+from coreml_delegate.runtime.mil.program import (
+    Constant,
+    Literal,
+    TensorType,
+    ValueType,
+    writable_alias,
+)
 
-STORAGE_DTYPES: dict[DType, torch.dtype] = {
-    DType.BOOL: torch.bool,
-    DType.FP16: torch.float16,
-    DType.FP32: torch.float32,
-    DType.FP64: torch.float64,
+# Unsigned integers that torch can only store -> the signed integer that computes their values.
+_WIDENED = {DType.UINT16: torch.int32, DType.UINT32: torch.int64, DType.UINT64: torch.int64}
+# MIL dtype -> torch dtype of its values, except for strings.
+_STORAGE_DTYPES = {
+    **{
+        dtype: getattr(torch, dtype.numpy.name)
+        for dtype in DType
+        if dtype not in (DType.STRING, DType.BF16)
+    },
     DType.BF16: torch.bfloat16,
-    DType.INT4: torch.int8,
-    DType.INT8: torch.int8,
-    DType.INT16: torch.int16,
-    DType.INT32: torch.int32,
-    DType.INT64: torch.int64,
-    DType.UINT1: torch.uint8,
-    DType.UINT2: torch.uint8,
-    DType.UINT3: torch.uint8,
-    DType.UINT4: torch.uint8,
-    DType.UINT6: torch.uint8,
-    DType.UINT8: torch.uint8,
-    DType.UINT16: torch.int32,
-    DType.UINT32: torch.int64,
-    DType.UINT64: torch.int64,
+    **_WIDENED,
 }
-"""MIL dtype -> torch dtype of its values, except for strings."""
 
 
 class TensorList(tuple["Tensor | None", ...]):
@@ -63,19 +59,6 @@ Value: TypeAlias = "Tensor | TensorList | str | dict[Any, Any]"
 """A value of a running program; only ``classify`` returns strings and dicts."""
 
 
-class _SharedMemory:
-    """The memory of a read-only array, declared writable.
-
-    torch has no read-only tensors and warns about every read-only array. Kernels never write to
-    their arguments, so weights mapped from a file can be shared instead of copied.
-    """
-
-    def __init__(self, array: NDArray[np.generic]) -> None:
-        self.owner = array
-        address, _ = array.__array_interface__["data"]
-        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
-
-
 def array_to_tensor(array: NDArray[np.generic], dtype: DType) -> Tensor:
     """Return a tensor on the memory of ``array`` if its layout allows, else on a copy.
 
@@ -90,9 +73,7 @@ def array_to_tensor(array: NDArray[np.generic], dtype: DType) -> Tensor:
     if dtype in _WIDENED:
         return torch.from_numpy(array.astype(np.int64)).to(storage)
     dense = np.asarray(array, order="C")
-    if not dense.flags.writeable:
-        dense = np.asarray(_SharedMemory(dense))
-    return torch.from_numpy(dense)
+    return torch.from_numpy(dense if dense.flags.writeable else writable_alias(dense))
 
 
 def constant_to_tensor(constant: Constant) -> Tensor:
@@ -153,7 +134,7 @@ def storage_dtype(dtype: DType) -> torch.dtype:
         UnsupportedOpError: ``dtype`` is a string.
     """
     try:
-        return STORAGE_DTYPES[dtype]
+        return _STORAGE_DTYPES[dtype]
     except KeyError:
         raise UnsupportedOpError("MIL dtype has no tensor form", got=dtype.label) from None
 
@@ -184,7 +165,6 @@ def describe_operand(values: tuple[Value | Constant | None, ...]) -> str:
     return described[0] if len(described) == 1 else f"({', '.join(described)})"
 
 
-_WIDENED = {DType.UINT16, DType.UINT32, DType.UINT64}
 _NARROW_FLOATS = {torch.float16, torch.bfloat16}
 _MAX_REPR = 80
 _MAX_SHOWN = 8

@@ -10,19 +10,19 @@ from support.gates import needs_compiler
 
 from coreml_delegate.errors import EngineUnavailableError
 from coreml_delegate.formats.caches import CACHE_VARIABLE
-from coreml_delegate.runtime.program import shim_build
+from coreml_delegate.runtime.program import shim
 
 
 @needs_compiler
 def test_a_build_is_cached(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    built = shim_build.build()
+    built = shim.build()
     assert built.parent == tmp_path / "stock-shim"
     assert [path.suffix for path in sorted(built.parent.iterdir())] in ([".so"], [".lock", ".so"])
     # No compiler is needed, or looked for, any more.
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    assert shim_build.unavailable_reason() is None
-    assert shim_build.build() == built
+    assert shim.unavailable_reason() is None
+    assert shim.build() == built
 
 
 @pytest.fixture
@@ -36,11 +36,11 @@ def test_a_missing_compiler_makes_the_host_unavailable(empty_cache: Path, monkey
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(empty_cache))
     reason = r"no C\+\+ compiler was found \(looked for c\+\+, g\+\+, clang\+\+\)"
-    assert shim_build.unavailable_reason() == reason.replace("\\", "")
+    assert shim.unavailable_reason() == reason.replace("\\", "")
     with pytest.raises(EngineUnavailableError, match=reason + ".*use the Python host"):
-        shim_build.build()
+        shim.build()
     monkeypatch.setenv("CXX", "my-compiler -m64")
-    assert shim_build.unavailable_reason() == (
+    assert shim.unavailable_reason() == (
         "the C++ compiler that CXX names was not found: my-compiler -m64"
     )
 
@@ -54,7 +54,7 @@ def test_a_failing_compiler_is_quoted_and_leaves_nothing(empty_cache: Path, monk
     with pytest.raises(
         EngineUnavailableError, match=r"got exit code 3:\nfatal: no such header\. Try another"
     ):
-        shim_build.build()
+        shim.build()
     left = (empty_cache / "cache" / "stock-shim").iterdir()
     assert {path.suffix for path in left} <= {".lock"}
 
@@ -65,4 +65,4 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch)
     blocked.write_text("")
     monkeypatch.setenv(CACHE_VARIABLE, str(blocked))
     with pytest.raises(EngineUnavailableError, match="Set COREML_DELEGATE_CACHE to a directory"):
-        shim_build.build()
+        shim.build()

@@ -59,9 +59,7 @@ class _Compressed:
 def expand_unsupported_weight(weight: Tensor, *, transposed: bool) -> Tensor:
     """Return the second operand of a matrix product, expanded where the plugin needs floats.
 
-    Args:
-        weight: [*, K, N], or [*, N, K] if transposed.
-        transposed: Whether the product transposes ``weight``.
+    ``weight`` is [*, K, N], or [*, N, K] if the product transposes it.
     """
     compressed = _find_compressed(weight)
     if compressed is None:
@@ -111,16 +109,12 @@ def _find_compressed(value: Tensor) -> _Compressed | None:
     if not _is_kind(values, "Convert"):
         return None
     data = values.input_value(0).get_node()
-    offset = None if offset is None else _skip_conversion(offset)
+    if offset is not None and _is_kind(offset, "Convert"):
+        offset = offset.input_value(0).get_node()
     parts = [part for part in (data, scale, offset) if part is not None]
     if not all(_is_kind(part, "Constant") for part in parts):
         return None
     return _Compressed(data, offset, scale, shape, order)
-
-
-def _skip_conversion(node: Any) -> Any:
-    """Return the operand of a ``Convert``; any other node is returned unchanged."""
-    return node.input_value(0).get_node() if _is_kind(node, "Convert") else node
 
 
 def _is_kind(node: Any, kind: str) -> bool:

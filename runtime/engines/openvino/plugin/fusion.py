@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-import openvino as ov
 from openvino import opset15 as ops
 from openvino.passes import AnyInput, Manager, Matcher, MatcherPass, WrapType
 
@@ -16,6 +15,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     ints,
     normalize_axis,
     rank,
+    replace_node,
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin.misfusions import (
@@ -100,8 +100,7 @@ class _NormOfPairs:
             if scale is None or scale.shape[-1:] != (2 * width,):
                 return False
             result = ops.multiply(result, ops.constant(np.ascontiguousarray(scale[..., :width])))
-        result.set_friendly_name(half.get_friendly_name())
-        ov.utils.replace_node(half, result)
+        replace_node(half, result)
         return True
 
     def _is_first_half(self, values: Any, half: Any) -> bool:
@@ -148,12 +147,7 @@ class _MultipliedSoftmax:
 
 
 def _sums_over(reader: Any, axis: int) -> bool:
-    """Whether the reader of a value is a product that sums over an axis of the value.
-
-    Args:
-        reader: An input of a node.
-        axis: Counted from the end, so negative.
-    """
+    """Whether the reader of a value is a product that sums over an axis < 0 of the value."""
     node = reader.get_node()
     if node.get_type_name() == "MatMul":
         attributes, side = node.get_attributes(), reader.get_index()

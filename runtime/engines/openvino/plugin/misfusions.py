@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
@@ -27,6 +26,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     dims,
     ints,
     is_computed,
+    replace_node,
     reshape,
 )
 
@@ -69,9 +69,7 @@ def _separate_product(product: Any) -> None:
     """Replace ``x * y`` by ``x[..., None] * y[..., None]``, squeezed."""
     build = ops.multiply if product.get_type_name() == "Multiply" else ops.divide
     operands = [ops.unsqueeze(value, ints(-1)) for value in product.input_values()]
-    separate = ops.squeeze(build(*operands), ints(-1))
-    separate.set_friendly_name(product.get_friendly_name())
-    ov.utils.replace_node(product, separate)
+    replace_node(product, ops.squeeze(build(*operands), ints(-1)))
 
 
 def separate_transposes(model: Any) -> None:
@@ -137,6 +135,4 @@ def _separate_transpose(transpose: Any) -> None:
     x, shape = transpose.input_value(0), [size or 0 for size in dims(transpose.output(0))]
     order = constant_ints(transpose.input_value(1)) or ()
     moved = ops.transpose(ops.unsqueeze(x, ints(-1)), ints([*order, len(order)]))
-    separate = reshape(moved, shape)
-    separate.set_friendly_name(transpose.get_friendly_name())
-    ov.utils.replace_node(transpose, separate)
+    replace_node(transpose, reshape(moved, shape))

@@ -63,9 +63,7 @@ def softmax(x: Tensor, axis: int) -> Any:
 def sort_key(x: Tensor, *, largest: bool = True) -> Any:
     """Return numbers that sort as ``x`` does, with NaN replaced by an infinity.
 
-    Args:
-        x: Floating-point values.
-        largest: Whether NaN is larger than all numbers, or smaller.
+    NaN is larger than all numbers if ``largest``, else smaller.
     """
     # Halving leaves room above the finite numbers: for infinity, and for NaN beyond infinity.
     half = ops.multiply(x, scalar(0.5, x))

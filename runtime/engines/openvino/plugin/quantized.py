@@ -26,26 +26,10 @@ _FAKE_QUANTIZE = "FakeQuantize"
 # Ops that only move or select elements of their first operand, so that codes stay codes.
 _CODE_PRESERVING = frozenset(
     {
-        "BatchToSpace",
-        "Broadcast",
-        "DepthToSpace",
-        "Gather",
-        "MaxPool",
-        "Pad",
-        "ReduceMax",
-        "ReduceMin",
-        "Relu",
-        "Reshape",
-        "ShuffleChannels",
-        "Slice",
-        "SpaceToBatch",
-        "SpaceToDepth",
-        "Split",
-        "Squeeze",
-        "StridedSlice",
-        "Transpose",
-        "Unsqueeze",
-        "VariadicSplit",
+        *("BatchToSpace", "Broadcast", "DepthToSpace", "Gather", "MaxPool", "Pad", "ReduceMax"),
+        *("ReduceMin", "Relu", "Reshape", "ShuffleChannels", "Slice", "SpaceToBatch"),
+        *("SpaceToDepth", "Split", "Squeeze", "StridedSlice", "Transpose", "Unsqueeze"),
+        *("VariadicSplit",),
     }
 )
 
@@ -55,29 +39,9 @@ REDUCTIONS = frozenset(
 
 FUSED_WITH_REDUCTIONS = frozenset(
     {
-        "Abs",
-        "Add",
-        "Clamp",
-        "Divide",
-        "Elu",
-        "Exp",
-        "Gelu",
-        "HSigmoid",
-        "HSwish",
-        "Maximum",
-        "Minimum",
-        "Mish",
-        "Multiply",
-        "Negative",
-        "PRelu",
-        "Power",
-        "Relu",
-        "Sigmoid",
-        "SoftPlus",
-        "Sqrt",
-        "Subtract",
-        "Swish",
-        "Tanh",
+        *("Abs", "Add", "Clamp", "Divide", "Elu", "Exp", "Gelu", "HSigmoid", "HSwish", "Maximum"),
+        *("Minimum", "Mish", "Multiply", "Negative", "PRelu", "Power", "Relu", "Sigmoid"),
+        *("SoftPlus", "Sqrt", "Subtract", "Swish", "Tanh"),
     }
 )
 """Elementwise ops that the plugin fuses with a reduction before them."""

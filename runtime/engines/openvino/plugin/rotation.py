@@ -17,7 +17,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import openvino as ov
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
@@ -26,6 +25,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     dims,
     ints,
     normalize_axis,
+    replace_node,
     scalar,
 )
 
@@ -63,8 +63,7 @@ def fuse_rotary_embeddings(model: Any) -> None:
             rewritten = ops.add(by_cos, ops.multiply(_rotate_half(half), wide_sin))
         else:
             continue
-        rewritten.set_friendly_name(node.get_friendly_name())
-        ov.utils.replace_node(node, rewritten)
+        replace_node(node, rewritten)
 
 
 def _concatenated_pair(node: Any) -> tuple[Any, Any] | None:
@@ -107,7 +106,8 @@ def _matched_rotation(first_part: Any, second_part: Any) -> tuple[_Half, Any, An
     if factors is None:
         return None
     first, second, cos, sin = factors
-    products = {frozenset(map(_key, pair)) for pair in map(_factors, total)}
+    factors_of = (_operands(term, "Multiply") or () for term in total)
+    products = {frozenset(map(_key, pair)) for pair in factors_of}
     if products != {frozenset((_key(second), _key(cos))), frozenset((_key(first), _key(sin)))}:
         return None
     half = _half(first)
@@ -181,10 +181,6 @@ def _half(value: Any) -> _Half | None:
 def _has_rank(value: Any) -> bool:
     rank = value.get_partial_shape().rank
     return rank.is_static and rank.get_length() == _RANK
-
-
-def _factors(value: Any) -> tuple[Any, ...]:
-    return _operands(value, "Multiply") or ()
 
 
 def _operands(value: Any, kind: str) -> tuple[Any, Any] | None:

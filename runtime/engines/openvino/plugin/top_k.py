@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import dims, ints, rank
+from coreml_delegate.runtime.engines.openvino.graph import dims, ints, rank, stable_topk
 from coreml_delegate.runtime.engines.openvino.values import Tensor
 
 _LONG = 4096  # elements; on fewer, a stable TopK takes less than 0.1 ms per result
@@ -51,16 +51,8 @@ def first_indices(x: Tensor, count: int, axis: int, mode: str) -> Any:
     ranked = ops.select(before, ops.constant(ranks + np.int32(size)), equal_or_after)
     candidates = _heap(ranked, count, axis, "max").output(1)
     indices = ops.gather(candidates, ints(list(range(count))), ints(axis))
-    order = ops.topk(
-        ops.gather_elements(x, indices, axis),
-        ints(count),
-        axis,
-        mode,
-        "value",
-        index_element_type="i32",
-        stable=True,
-    )
-    return ops.gather_elements(indices, order.output(1), axis)
+    _, order = stable_topk(ops.gather_elements(x, indices, axis), ints(count), axis, mode)
+    return ops.gather_elements(indices, order, axis)
 
 
 def _heap(x: Any, count: int, axis: int, mode: str) -> Any:

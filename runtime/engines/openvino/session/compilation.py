@@ -17,13 +17,10 @@ from coreml_delegate.options.engine_options import EngineOptions, Precision
 from coreml_delegate.runtime.engines.base import CompiledFunction
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.engines.openvino import translate
+from coreml_delegate.runtime.engines.openvino.graph import make_model
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE, fusion
 from coreml_delegate.runtime.engines.openvino.session.compiled_cache import CompiledCache
-from coreml_delegate.runtime.engines.openvino.session.inference import (
-    PROFILING,
-    Interface,
-    OpenVinoFunction,
-)
+from coreml_delegate.runtime.engines.openvino.session.inference import PROFILING, OpenVinoFunction
 from coreml_delegate.runtime.engines.openvino.session.static_graphs import (
     EnumeratedFunction,
     Shapes,
@@ -73,13 +70,7 @@ def unsupported(function: Function) -> list[str]:
 def compile_function(
     core: Any, function: Function, options: EngineOptions, source: ProgramSource | None
 ) -> CompiledFunction:
-    """Compile ``function``, or load it from the cache.
-
-    Args:
-        core: OpenVINO's ``Core``.
-        function: The function.
-        options: How to execute.
-        source: The bytes that the function was read from; None if not available.
+    """Compile ``function`` by OpenVINO's ``core``, or load it from the cache; see ``Engine``.
 
     Raises:
         UnsupportedOpError: An op, or a mode or type of it, has no translation.
@@ -120,11 +111,8 @@ def _build(
     _logger.debug(
         "compiled %s %s: %d nodes", function.name, shapes or "", len(translated.model.get_ops())
     )
-    interface = Interface(
-        translated.inputs, translated.outputs, translated.states, translated.writes
-    )
     # Constants of the compiled model may lie in the memory of the program's constants.
-    result = OpenVinoFunction(interface, compiled, config, core=core, keep=function)
+    result = OpenVinoFunction(translated.interface, compiled, config, core=core, keep=function)
     if cache is not None:
         cache.keep(result, shapes)
     return result
@@ -199,10 +187,8 @@ def int8_sums_saturate() -> bool:
 
 
 def _compile_probe(result: Any, x: Any, hint: str) -> Any:
-    make_model: Any = ov.Model
-    return ov.Core().compile_model(
-        make_model([result], [x], "probe"), DEVICE, {_PRECISION_HINT: hint}
-    )
+    model = make_model([result], [x], "probe")
+    return ov.Core().compile_model(model, DEVICE, {_PRECISION_HINT: hint})
 
 
 @functools.cache
@@ -226,18 +212,12 @@ def _require_memory(model: Any) -> None:
 
     Nodes with sizes known only at run time are not checked.
 
-    Args:
-        model: ``openvino.Model``.
-
     Raises:
         ExecutionError: A node does not fit.
     """
     for node in model.get_ops():
         values = [*node.outputs(), *(port.get_source_output() for port in node.inputs())]
-        nbytes = sum(map(_nbytes, values))
+        fixed = (value for value in values if value.get_partial_shape().is_static)
+        nbytes = sum(value.get_tensor().size for value in fixed)
         if nbytes > _FREE_BYTES:
             require_memory(nbytes, f"{node.get_type_name()} {node.get_friendly_name()!r}")
-
-
-def _nbytes(value: Any) -> int:
-    return 0 if value.get_partial_shape().is_dynamic else value.get_tensor().size

@@ -23,9 +23,10 @@ from coreml_delegate.formats.caches import source_digest
 from coreml_delegate.formats.entry_cache import EntryCache
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
-from coreml_delegate.runtime.engines.openvino.session.inference import Interface, OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.session.inference import OpenVinoFunction
+from coreml_delegate.runtime.engines.openvino.session.state_tensors import Interface
 from coreml_delegate.runtime.engines.program_source import ProgramSource
-from coreml_delegate.runtime.mil.program import Constant, Function
+from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.runtime.op_errors import last_line
 
 _logger = logging.getLogger(__name__)
@@ -49,9 +50,7 @@ _WORTHWHILE: Final = 20e-3
 class CompiledCache:
     """The entries of one function of one program under one configuration.
 
-    Attributes:
-        entries: The folder of entries.
-        parts: The parts of a key that do not depend on input shapes.
+    ``parts`` has all of a key except the input shapes.
     """
 
     entries: EntryCache
@@ -68,12 +67,7 @@ class CompiledCache:
     ) -> CompiledCache | None:
         """Return the cache for ``function``; None without a cache, or if it would save no time.
 
-        Args:
-            core: OpenVINO's ``Core``.
-            function: The function to be compiled.
-            source: The bytes that the function was read from; None if not available.
-            options: How the function is executed, and where the cache is.
-            config: The properties that the function is compiled with.
+        ``config`` has the properties that the function is compiled with.
         """
         if source is None or options.cache is None or not is_worth_caching(function):
             return None
@@ -114,7 +108,7 @@ def is_worth_caching(function: Function) -> bool:
     stored = [
         constant.nbytes
         for op in function.block.walk()
-        for constant in (*op.attributes.values(), *_literals(op.inputs.values()))
+        for constant in (*op.attributes.values(), *op.literals())
         if constant.offset is not None
     ]
     return len(ops) * _SAVED_PER_OP - sum(stored) * _COST_PER_BYTE > _WORTHWHILE
@@ -148,9 +142,3 @@ def entry_key(parts: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]
     """Return the key, 32 bytes, of a function compiled for ``shapes``."""
     text = json.dumps({**parts, "shapes": shapes}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=32).digest()
-
-
-def _literals(arguments: Any) -> list[Constant]:
-    return [
-        binding for bindings in arguments for binding in bindings if isinstance(binding, Constant)
-    ]

@@ -29,14 +29,12 @@ from coreml_delegate.runtime.engines.openvino.session.native_calls import (
     native_obstacle,
 )
 from coreml_delegate.runtime.engines.openvino.session.state_tensors import (
+    Interface,
     OpenVinoState,
-    StateTypes,
     Writes,
     native_state,
 )
 from coreml_delegate.runtime.engines.openvino.translate import labelled_ops
-from coreml_delegate.runtime.mil.dtypes import DType
-from coreml_delegate.runtime.mil.program import TensorType
 from coreml_delegate.runtime.native import (
     ArrayCall,
     NativeCall,
@@ -67,62 +65,10 @@ def _infer_on_one_thread(request: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Interface:
-    """The meaning of a compiled model's ports: inputs then states, outputs then state updates.
-
-    An update that replaces a state is one port. A row write is two ports: the indices of the rows,
-    int32 [C], and the rows.
-
-    Attributes:
-        inputs: Feature names.
-        outputs: Feature names.
-        states: Name and type of every state tensor.
-        writes: How each state is written.
-    """
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    states: StateTypes
-    writes: tuple[Writes, ...]
-
-    @property
-    def port_counts(self) -> tuple[int, int]:
-        """The number of inputs and of outputs of the model."""
-        updates = sum(1 if axes is None else 2 * len(axes) for axes in self.writes)
-        return len(self.inputs) + len(self.states), len(self.outputs) + updates
-
-    def encode(self) -> dict[str, Any]:
-        """Return the fields as plain data, ready for JSON."""
-        return {
-            "inputs": list(self.inputs),
-            "outputs": list(self.outputs),
-            "states": [[name, type_.dtype.label, type_.shape] for name, type_ in self.states],
-            "writes": self.writes,
-        }
-
-    @classmethod
-    def decode(cls, fields: Mapping[str, Any]) -> Interface:
-        """Return the interface from the result of ``encode``.
-
-        Raises:
-            KeyError: A field is missing.
-            TypeError: A field has the wrong type.
-            ValueError: A field has the wrong length, or an unknown dtype.
-        """
-        states = tuple(
-            (name, TensorType(DType.from_label(label), tuple(shape)))
-            for name, label, shape in fields["states"]
-        )
-        writes = tuple(None if axes is None else tuple(axes) for axes in fields["writes"])
-        return cls(tuple(fields["inputs"]), tuple(fields["outputs"]), states, writes)
-
-
-@dataclass(frozen=True, slots=True)
 class _Port:
     """An input or output: its feature name, its index, and its fixed shape or None.
 
-    Attributes:
-        is_input_passed_on: Whether the port is an output that returns an input unchanged.
+    An output may return an input unchanged, which is then passed on.
     """
 
     name: str
@@ -179,11 +125,7 @@ class _Request:
     """An infer request with the views and arrays at its ports, for one call at a time."""
 
     def __init__(
-        self,
-        compiled: Any,
-        inputs: list[_Port],
-        outputs: list[_Port],
-        writes: tuple[Writes, ...],
+        self, compiled: Any, inputs: list[_Port], outputs: list[_Port], writes: tuple[Writes, ...]
     ) -> None:
         self._request = compiled.create_infer_request()
         self._has_one_thread = int(compiled.get_property("INFERENCE_NUM_THREADS")) == 1
@@ -273,14 +215,11 @@ PROFILING = "PERF_COUNT"
 
 
 class _Profiler:
-    """Reads the times of a model's kernels.
+    """Reads the times of the kernels of a labelled model, compiled with ``PROFILING``.
 
     OpenVINO 2026.4 counts in whole microseconds and reports the mean over all runs of the model.
     The first run takes longer, so the time of a later run is the mean without the first. OpenVINO
     reports a kernel as not run if its mean is below half a microsecond.
-
-    Args:
-        compiled: A labelled model, compiled with ``PROFILING``.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -366,10 +305,6 @@ class OpenVinoFunction:
     reused.
 
     Args:
-        interface: Meaning of the model's ports.
-        compiled: OpenVINO's compiled model.
-        config: The properties that it was compiled with.
-        core: OpenVINO's ``Core``.
         keep: An object that must live as long as the model.
         content: The bytes that the model was imported from; None if it was compiled. They live as
             long, too.
@@ -434,10 +369,7 @@ class OpenVinoFunction:
         return self._run(inputs, state, profiler)
 
     def _run(
-        self,
-        inputs: Mapping[str, Array],
-        state: State | None,
-        profiler: _Profiler | None,
+        self, inputs: Mapping[str, Array], state: State | None, profiler: _Profiler | None
     ) -> tuple[dict[str, Array], tuple[KernelTime, ...]]:
         if isinstance(state, OpenVinoState) is not bool(self._states):
             raise InputError(
@@ -467,16 +399,11 @@ class OpenVinoFunction:
     def _run_again(
         self, inputs: Mapping[str, Array], state: OpenVinoState | None, failed: list[_Request]
     ) -> dict[str, Array]:
-        """Import the model again and run once.
+        """Import the model again and run once, after the requests in ``failed`` have failed.
 
         After a call that failed, OpenVINO 2026.4 may refuse sizes that it took before: a reshape
         keeps the sizes that it failed with. No issue is known. So the failure may come from an
         earlier call, or from another thread.
-
-        Args:
-            inputs: Inputs.
-            state: State.
-            failed: Requests of the model that failed.
         """
         with self._renewing:
             try:

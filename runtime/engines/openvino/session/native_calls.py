@@ -57,10 +57,7 @@ _TYPES: Final[Mapping[str, int]] = {
 
 
 class NativeFunction:
-    """A function that can be called without Python.
-
-    Args:
-        program: The function and its models; more may be added.
+    """A function that can be called without Python; models may be added.
 
     Raises:
         EngineUnavailableError: The library cannot be built or loaded, or refuses the function.
@@ -131,11 +128,7 @@ def load_natively(program: NativeProgram) -> NativeFunction | None:
 
 
 def native_obstacle(compiled: Any) -> str | None:
-    """Return the reason why a compiled model cannot be called without Python, or None.
-
-    Args:
-        compiled: ``openvino.CompiledModel``.
-    """
+    """Return the reason why a compiled model cannot be called without Python, or None."""
     ports = [*compiled.inputs, *compiled.outputs]
     if any(port.get_partial_shape().rank.is_dynamic for port in ports):
         return "the ranks of its tensors are not fixed"
@@ -150,10 +143,8 @@ def describe_function(
 ) -> NativeProgram:
     """Return the native form of a function.
 
-    Args:
-        config: The properties that the models were compiled with.
-        interface: The tensors of the function.
-        models: The models, one for each set of input shapes.
+    ``config`` has the properties that the models were compiled with: one model for each set of
+    input shapes.
     """
     words = [len(interface.limits)]
     for limits in interface.limits:

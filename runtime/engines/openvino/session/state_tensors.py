@@ -1,9 +1,10 @@
-"""State tensors, which persist between the calls of a function."""
+"""The ports of a compiled model, and its state tensors, which persist between calls."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from coreml_delegate.errors import ExecutionError
 from coreml_delegate.runtime.engines.base import Array, State
 from coreml_delegate.runtime.engines.openvino.graph import GRAPH_TYPE
+from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import TensorType
 from coreml_delegate.runtime.native import NativeState
 from coreml_delegate.runtime.snapshots import Snapshot
@@ -24,6 +26,51 @@ Writes: TypeAlias = tuple[int, ...] | None
 """How a function updates a state: the axis of each row write; None if it replaces the tensor."""
 
 
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """The meaning of a compiled model's ports: inputs then states, outputs then state updates.
+
+    An update that replaces a state is one port. A row write is two ports: the indices of the rows,
+    int32 [C], and the rows.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    states: StateTypes
+    writes: tuple[Writes, ...]
+
+    @property
+    def port_counts(self) -> tuple[int, int]:
+        """The number of inputs and of outputs of the model."""
+        updates = sum(1 if axes is None else 2 * len(axes) for axes in self.writes)
+        return len(self.inputs) + len(self.states), len(self.outputs) + updates
+
+    def encode(self) -> dict[str, Any]:
+        """Return the fields as plain data, ready for JSON."""
+        return {
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "states": [[name, type_.dtype.label, type_.shape] for name, type_ in self.states],
+            "writes": self.writes,
+        }
+
+    @classmethod
+    def decode(cls, fields: Mapping[str, Any]) -> Interface:
+        """Return the interface from the result of ``encode``.
+
+        Raises:
+            KeyError: A field is missing.
+            TypeError: A field has the wrong type.
+            ValueError: A field has the wrong length, or an unknown dtype.
+        """
+        states = tuple(
+            (name, TensorType(DType.from_label(label), tuple(shape)))
+            for name, label, shape in fields["states"]
+        )
+        writes = tuple(None if axes is None else tuple(axes) for axes in fields["writes"])
+        return cls(tuple(fields["inputs"]), tuple(fields["outputs"]), states, writes)
+
+
 class OpenVinoState(State):
     """State tensors of one model instance, zero at start.
 
@@ -31,6 +78,9 @@ class OpenVinoState(State):
     are swapped: a call reads the first and writes the second. A state that calls write rows to has
     one tensor, in the type that the graph computes in; the program's dtype can represent its
     values.
+
+    Attributes:
+        native: The tensors for native calls; the same object for the lifetime of the state.
     """
 
     def __init__(self, types: StateTypes, writes: tuple[Writes, ...]) -> None:
@@ -38,7 +88,7 @@ class OpenVinoState(State):
         self._writes = writes
         self._arrays: tuple[list[Array], list[Array]] = ([], [])
         self._tensors: tuple[list[Any], list[Any]] = ([], [])
-        self._native = NativeState()
+        self.native = NativeState()
         zeros = {name: np.zeros(state_shape(type_), type_.dtype.numpy) for name, type_ in types}
         self._allocate(zeros)
 
@@ -57,21 +107,15 @@ class OpenVinoState(State):
             self._writes = writes
             self._allocate(content)
 
-    @property
-    def native(self) -> NativeState:
-        """The tensors for native calls; the same object for the lifetime of this state."""
-        return self._native
-
     def tensors(self) -> tuple[list[Any], list[Any]]:
         """Return the tensors to read from and the tensors to write to."""
-        side = self._native.side
+        side = self.native.side
         return self._tensors[side], self._tensors[1 - side]
 
     def advance(self, rows: Sequence[Sequence[tuple[NDArray[np.int32], Array]]]) -> None:
         """Swap the tensors after a call, and write the rows that it returned.
 
-        Args:
-            rows: For each state, the indices and rows of each row write.
+        ``rows`` has, for each state, the indices and rows of each row write.
 
         Raises:
             ExecutionError: An index is outside of its state; then no state has changed.
@@ -93,7 +137,7 @@ class OpenVinoState(State):
                 )
         for _, array, axis, indices, values in updates:
             np.moveaxis(array, axis, 0)[indices] = np.moveaxis(values, axis, 0)
-        self._native.side = 1 - self._native.side
+        self.native.side = 1 - self.native.side
 
     def _allocate(self, content: Snapshot) -> None:
         """Replace the arrays by new arrays with this content."""
@@ -111,7 +155,7 @@ class OpenVinoState(State):
             [ov.Tensor(array, shared_memory=True) for array in side] for side in arrays
         )
         self._arrays, self._tensors = arrays, (first, second)
-        native, count = self._native, len(self._types)
+        native, count = self.native, len(self._types)
         native.side = 0
         native.has_rows = (ctypes.c_int64 * count)(*(axes is not None for axes in self._writes))
         for number, side in enumerate(arrays):
@@ -124,7 +168,7 @@ class OpenVinoState(State):
 
     def _current(self) -> list[Array]:
         """Return the arrays that the next call reads."""
-        return self._arrays[self._native.side]
+        return self._arrays[self.native.side]
 
     def _read(self, name: str) -> Array:
         return self._arrays_by_name()[name].astype(dict(self._types)[name].dtype.numpy)

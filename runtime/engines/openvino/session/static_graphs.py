@@ -66,12 +66,8 @@ class EnumeratedFunction:
     """A function with enumerated shapes; see ``CompiledFunction``.
 
     The graph of the first shape is compiled at once, so that loading fails if it cannot run. The
-    other graphs are compiled at the first call with their shape. The most recently used stay in
-    memory.
-
-    Args:
-        function: The function.
-        build: Compiles the function for the shapes that it is called with.
+    other graphs are compiled by ``build`` at the first call with their shape. The most recently
+    used stay in memory.
     """
 
     def __init__(self, function: Function, build: Callable[[Shapes], OpenVinoFunction]) -> None:

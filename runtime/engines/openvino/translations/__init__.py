@@ -22,21 +22,24 @@ TRANSLATIONS: OpTable[OpVersion[Form]] = OpTable("translation", __name__)
 """The ops that OpenVINO can express."""
 
 
-def translation(*op_types: str, since: Opset = Opset.iOS15) -> Callable[[Function], Function]:
+def translation(
+    *op_types: str, since: Opset = Opset.iOS15, **fixed: object
+) -> Callable[[Function], Function]:
     """Register a function as the translation of op types that share a schema.
 
     Args:
         op_types: MIL op types.
         since: First opset with this version of the op.
+        fixed: See ``OpVersion.fixed``.
 
     Raises:
         ValueError: The op already has a translation for that opset.
     """
 
     def register(function: Function) -> Function:
-        schema = Schema.read(function, form_of)
+        schema = Schema.read(function, form_of, fixed)
         for op_type in op_types:
-            TRANSLATIONS.add(OpVersion(op_type, since, function, schema))
+            TRANSLATIONS.add(OpVersion(op_type, since, function, schema, fixed))
         return function
 
     return register

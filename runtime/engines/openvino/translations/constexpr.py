@@ -1,34 +1,27 @@
 """Compressed constants (``constexpr_*``).
 
 Integer weights stay integers in the graph, followed by the conversion, shift and scale that
-OpenVINO recognises as decompression. Lookup tables and sparse weights are expanded at compile time.
+OpenVINO recognises as decompression. Lookup tables and sparse weights are expanded at compile time,
+by the reference engine's kernels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import (
-    array_constant,
-    f32,
-    integer_constant,
-)
+from coreml_delegate.runtime.engines.openvino.graph import array_constant, f32, integer_constant
 from coreml_delegate.runtime.engines.openvino.translations import translation
-from coreml_delegate.runtime.engines.openvino.values import (
-    Array,
-    Integers,
-    Result,
-    Weight,
-    refusal,
-)
-from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
-from coreml_delegate.runtime.mil.program import Packed
+from coreml_delegate.runtime.engines.openvino.values import Array, Integers, Ints, Result, Weight
+from coreml_delegate.runtime.engines.reference.kernels import constexpr as kernels
+from coreml_delegate.runtime.mil.dtypes import DType
+from coreml_delegate.runtime.mil.program import Packed, writable_alias
 from coreml_delegate.targets import Opset
 
 
@@ -130,20 +123,21 @@ def constexpr_cast(source_val: Array, output_dtype: str) -> Result:
     return Weight(lambda: source_val.astype(destination))
 
 
-@translation("constexpr_lut_to_dense", since=Opset.iOS16)
-def constexpr_lut_to_dense_ios16(indices: Array, lut: Array, shape: Array) -> Result:
-    """``lut[indices]``; the indices are packed from the least significant bit on."""
-    bits = int(math.log2(lut.size))
-    widths = {dtype.bits: dtype for dtype in (DType.UINT1, DType.UINT2, DType.UINT4, DType.UINT6)}
-    sizes = tuple(int(size) for size in shape)
+def _expand(function: Callable[..., torch.Tensor], *arguments: Integers) -> Weight:
+    """Return a weight that a kernel of the reference engine expands at compile time."""
 
     def dense() -> NDArray[np.generic]:
-        packed = indices.reshape(-1).astype(np.uint8)
-        count = math.prod(sizes)
-        unpacked = unpack_bits(packed, widths[bits], count) if bits in widths else packed
-        return lut.reshape(-1)[unpacked[:count].astype(np.intp)].reshape(sizes)
+        arrays = (np.asarray(_unpacked(argument), order="C") for argument in arguments)
+        return function(*(torch.from_numpy(writable_alias(array)) for array in arrays)).numpy()
 
     return Weight(dense)
+
+
+@translation("constexpr_lut_to_dense", since=Opset.iOS16)
+def constexpr_lut_to_dense_ios16(indices: Array, lut: Array, shape: Ints) -> Result:
+    """``lut[indices]``; the indices are packed from the least significant bit on."""
+    kernel = kernels.constexpr_lut_to_dense_ios16
+    return _expand(lambda indices, lut: kernel(indices, lut, shape), indices, lut)
 
 
 @translation("constexpr_lut_to_dense", since=Opset.iOS18)
@@ -151,51 +145,21 @@ def constexpr_lut_to_dense_ios18(
     indices: Integers, lut: Array, vector_axis: int | None = None
 ) -> Result:
     """``lut[indices]``; ``lut`` [*groups, palettes, vector] has a table per block of indices."""
-    return Weight(lambda: _look_up(_unpacked(indices), lut, vector_axis))
-
-
-def _look_up(
-    indices: NDArray[np.generic], lut: NDArray[np.generic], vector_axis: int | None
-) -> NDArray[np.generic]:
-    groups, palettes, width = lut.shape[:-2], lut.shape[-2], lut.shape[-1]
-    # For each element of ``indices``, the number of its block's table in ``flat``.
-    table = np.arange(math.prod(groups)).reshape(groups)
-    for axis, (size, count) in enumerate(zip(indices.shape, groups, strict=True)):
-        table = np.repeat(table, size // count, axis)
-    flat = lut.reshape(-1, palettes, width)
-    vectors = flat[table, indices.astype(np.intp)]
-    if width == 1:
-        return vectors[..., 0]
-    if vector_axis is None:
-        raise refusal("lookup table of vectors", "no vector_axis", "an axis")
-    axis = vector_axis % indices.ndim
-    shape = list(indices.shape)
-    shape[axis] *= width
-    return np.moveaxis(vectors, -1, axis + 1).reshape(shape)
-
-
-def _scatter(nonzero: NDArray[np.generic], mask: NDArray[np.generic]) -> NDArray[np.generic]:
-    result = np.zeros(mask.shape, dtype=nonzero.dtype)
-    result[mask != 0] = nonzero.reshape(-1)
-    return result
+    kernel = kernels.constexpr_lut_to_dense_ios18
+    return _expand(lambda indices, lut: kernel(indices, lut, vector_axis), indices, lut)
 
 
 @translation("constexpr_sparse_to_dense", since=Opset.iOS16)
-def constexpr_sparse_to_dense_ios16(nonzero_data: Array, mask: Array, shape: Array) -> Result:
+def constexpr_sparse_to_dense_ios16(nonzero_data: Array, mask: Array, shape: Ints) -> Result:
     """``nonzero_data`` where the packed bits of ``mask`` are set, zeros elsewhere."""
-    sizes = tuple(int(size) for size in shape)
-
-    def dense() -> NDArray[np.generic]:
-        bits = np.unpackbits(mask.reshape(-1).astype(np.uint8), bitorder="little")
-        return _scatter(nonzero_data, bits[: math.prod(sizes)].reshape(sizes))
-
-    return Weight(dense)
+    kernel = kernels.constexpr_sparse_to_dense_ios16
+    return _expand(lambda data, mask: kernel(data, mask, shape), nonzero_data, mask)
 
 
 @translation("constexpr_sparse_to_dense", since=Opset.iOS18)
 def constexpr_sparse_to_dense_ios18(nonzero_data: Array, mask: Array) -> Result:
     """``nonzero_data`` where ``mask`` is set, zeros elsewhere."""
-    return Weight(lambda: _scatter(nonzero_data, mask))
+    return _expand(kernels.constexpr_sparse_to_dense_ios18, nonzero_data, mask)
 
 
 @translation("constexpr_lut_to_sparse")
@@ -203,16 +167,14 @@ def constexpr_lut_to_sparse(
     indices_mask: Array, indices_nonzero_data: Array, lut: Array, vector_axis: int | None = None
 ) -> Result:
     """Mask and nonzero values of a sparse weight with a lookup table of nonzero values."""
-    width = lut.shape[-1]
-    mask = indices_mask
-    if width > 1 and vector_axis is not None:
-        mask = np.repeat(mask, width, vector_axis)
-
-    def values() -> NDArray[np.generic]:
-        dense = _look_up(_scatter(indices_nonzero_data, indices_mask), lut, vector_axis)
-        return dense[mask != 0].reshape(-1)
-
-    return Weight(lambda: mask), Weight(values)
+    values = _expand(
+        lambda mask, data, lut: kernels.constexpr_lut_to_sparse(mask, data, lut, vector_axis)[1],
+        *(indices_mask, indices_nonzero_data, lut),
+    )
+    mask = _expand(
+        lambda mask, lut: kernels.mask_of_vectors(mask, lut, vector_axis), indices_mask, lut
+    )
+    return mask, values
 
 
 @translation("constexpr_sparse_blockwise_shift_scale")
@@ -220,9 +182,6 @@ def constexpr_sparse_blockwise_shift_scale(
     data_mask: Array, nonzero_data: Array, scale: Array, offset: Array | None = None
 ) -> Result:
     """Mask and nonzero values of a sparse weight with quantized nonzero values."""
-
-    def values() -> NDArray[np.generic]:
-        dense = _shift_scale(_scatter(nonzero_data, data_mask), scale, offset).dense()
-        return dense[data_mask != 0].reshape(-1)
-
-    return Weight(lambda: data_mask), Weight(values)
+    arguments = [data_mask, nonzero_data, scale, *([] if offset is None else [offset])]
+    kernel = kernels.constexpr_sparse_blockwise_shift_scale
+    return Weight(lambda: data_mask), _expand(lambda *tensors: kernel(*tensors)[1], *arguments)

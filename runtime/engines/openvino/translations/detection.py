@@ -18,6 +18,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     reshape,
     scalar,
     shape_of,
+    stable_topk,
 )
 from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.values import Result, Tensor
@@ -35,16 +36,7 @@ def non_maximum_suppression_ios15(
 ) -> Result:
     """Keep boxes in order of score, unless they overlap a better kept box.
 
-    Args:
-        boxes: [N, B, 4]: centre x, centre y, width, height.
-        scores: [N, B, K]; the score of a box is its highest class score.
-        iou_threshold: Intersection over union above which a better box suppresses a worse one.
-        score_threshold: Boxes whose score is not above it are dropped, except the best box.
-        max_boxes: Number of boxes to return; missing boxes are 0, their indices -1.
-        per_class_suppression: Whether boxes suppress only boxes of the same best class.
-
-    Returns:
-        Boxes [N, max_boxes, 4], scores [N, max_boxes, K], indices [N, max_boxes], counts [N].
+    The reference engine's kernel describes arguments and results.
     """
     best = ops.reduce_max(scores, ints(-1), False)
     is_candidate = _candidates(best, score_threshold)
@@ -55,9 +47,7 @@ def non_maximum_suppression_ios15(
         candidate_scores = _where(of_class, candidate_scores, -math.inf)
     is_kept = _unsuppressed(boxes, candidate_scores, iou_threshold, max_boxes)
     count = _count(boxes, max_boxes)
-    ranking = ops.topk(
-        _where(is_kept, best, -math.inf), count, 1, "max", "value", "i32", stable=True
-    ).output(1)
+    _, ranking = stable_topk(_where(is_kept, best, -math.inf), count, 1, "max")
     is_box = ops.gather_elements(is_kept, ranking, 1)
     box_indices = ops.unsqueeze(ranking, ints(2))
     wide = ops.unsqueeze(is_box, ints(2))
@@ -102,8 +92,7 @@ def _candidates(best: Any, score_threshold: float) -> Any:
 
 def _first(values: Any) -> Any:
     """Return the index of the greatest element along the last axis."""
-    top = ops.topk(values, ints(1), -1, "max", "value", "i32", stable=True).output(1)
-    return ops.squeeze(top, ints((-1,)))
+    return ops.squeeze(stable_topk(values, ints(1), -1, "max")[1], ints((-1,)))
 
 
 def _unsuppressed(boxes: Any, candidate_scores: Any, iou_threshold: float, max_boxes: int) -> Any:

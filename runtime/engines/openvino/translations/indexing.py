@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     constant_data,
     convert_to,
@@ -27,6 +26,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     output,
     rank,
     replace_slices,
+    require_room,
     reshape,
     scalar,
     shape_of,
@@ -55,14 +55,10 @@ def _reduction(mode: str, updates: Tensor) -> tuple[str, Any]:
 def _scatter_reduced(
     mode: str, data: Tensor, updates: Tensor, scatter: Callable[[Any, Any, str], Any], exact: bool
 ) -> Result:
-    """Return ``data`` with ``updates`` scattered into it.
+    """Return ``data`` with ``updates`` scattered into it by MIL's ``mode``.
 
-    Args:
-        mode: MIL's scatter mode.
-        data: The tensor to write to.
-        updates: The values to write.
-        scatter: Builds the scatter from data, updates and OpenVINO's reduction.
-        exact: Whether an extremum is NaN where one of its values is NaN.
+    ``scatter`` builds the scatter from data, updates and OpenVINO's reduction. If ``exact``, an
+    extremum is NaN where one of its values is NaN.
     """
     reduction, values = _reduction(mode, updates)
     if exact and mode in _EXTREMA:
@@ -75,16 +71,15 @@ def _scatter_reduced(
 def _scatter_divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
     """Return integers divided by the product of their updates, rounded towards zero.
 
-    Args:
-        data: Integers.
-        scatter: Multiplies the updates into a tensor of the shape of ``data``.
+    ``scatter`` multiplies the updates into a tensor of the shape of ``data``.
     """
     divisor = scatter(ops.broadcast(scalar(1, data), shape_of(data)))
     return ops.divide(ops.subtract(data, ops.mod(data, divisor)), divisor)
 
 
 def _wrap_negative(indices: Tensor, size: Callable[[], Any]) -> Any:
-    """Return indices with ``size`` added to negative ones, as opsets before iOS17 allow them."""
+    """Return indices as int32, with ``size`` added to negative ones."""
+    indices = _as_int32(indices)
     data = constant_data(indices)
     if data is not None and int(data.astype(np.int64).min(initial=0)) >= 0:
         return indices
@@ -100,7 +95,7 @@ def _as_int32(indices: Tensor) -> Any:
     return convert_to(indices, element_type(ints(0)))
 
 
-def _refuse_validation(indices: Tensor, validate: bool) -> None:
+def _refuse_validation(indices: Tensor, validate: bool | None) -> None:
     """Refuse to validate indices known only at run time.
 
     OpenVINO cannot validate indices, so the reference engine runs the program. Constant indices are
@@ -110,13 +105,19 @@ def _refuse_validation(indices: Tensor, validate: bool) -> None:
         raise refusal("indices known at run time only are to be validated", dims(indices))
 
 
+def _resolve(indices: Tensor, size: Callable[[], Any], validate: bool | None) -> Any:
+    """Return indices as int32, by the rules of iOS17, or of earlier opsets if ``validate`` is None.
+
+    Raises:
+        UnsupportedOpError: See ``_refuse_validation``.
+    """
+    _refuse_validation(indices, validate)
+    return _wrap_negative(indices, size) if validate is None else _as_int32(indices)
+
+
 @translation("gather")
 def gather(
-    x: Tensor,
-    indices: Tensor,
-    axis: int = 0,
-    batch_dims: int = 0,
-    validate_indices: bool = False,
+    x: Tensor, indices: Tensor, axis: int = 0, batch_dims: int = 0, validate_indices: bool = False
 ) -> Result:
     """Slices of ``x`` at ``indices`` along ``axis``; negative indices count from the end."""
     _refuse_validation(indices, validate_indices)
@@ -160,26 +161,14 @@ def _gather_in_batches(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -
     return ops.transpose(gathered, ints([*range(batch_dims), *moved, *index_axes, *trailing]))
 
 
-def _gather_along_axis(x: Tensor, indices: Tensor, axis: int) -> Result:
-    return ops.gather_elements(x, indices, normalize_axis(axis, rank(x)))
-
-
-@translation("gather_along_axis")
-def gather_along_axis_ios15(x: Tensor, indices: Tensor, axis: int = 0) -> Result:
-    """``y[i][j] = x[indices[i][j]][j]`` for axis 0; negative indices count from the end."""
-    return _gather_along_axis(x, _wrap_negative(_as_int32(indices), lambda: dim_of(x, axis)), axis)
-
-
 @translation("gather_along_axis", since=Opset.iOS17)
-def gather_along_axis_ios17(
-    x: Tensor,
-    indices: Tensor,
-    axis: int = 0,
-    validate_indices: bool = False,
+@translation("gather_along_axis", validate_indices=None)
+def gather_along_axis(
+    x: Tensor, indices: Tensor, axis: int = 0, validate_indices: bool | None = False
 ) -> Result:
     """``y[i][j] = x[indices[i][j]][j]`` for axis 0."""
-    _refuse_validation(indices, validate_indices)
-    return _gather_along_axis(x, _as_int32(indices), axis)
+    chosen = _resolve(indices, lambda: dim_of(x, axis), validate_indices)
+    return ops.gather_elements(x, chosen, normalize_axis(axis, rank(x)))
 
 
 def _leading_sizes(data: Tensor, indices: Tensor, batch_dims: int = 0) -> Any:
@@ -208,26 +197,18 @@ def _is_inside(indices: NDArray[Any], sizes: tuple[int | None, ...]) -> bool:
     return bool(((indices >= 0) & (indices < limits)).all())
 
 
-@translation("gather_nd")
-def gather_nd_ios15(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Result:
-    """Slices of ``x`` at index vectors; negative indices count from the end."""
-    wrapped = _wrap_negative(_as_int32(indices), lambda: _leading_sizes(x, indices, batch_dims))
-    return _gather_nd(x, wrapped, batch_dims)
-
-
 @translation("gather_nd", since=Opset.iOS17)
-def gather_nd_ios17(
-    x: Tensor,
-    indices: Tensor,
-    batch_dims: int = 0,
-    validate_indices: bool = False,
+@translation("gather_nd", validate_indices=None)
+def gather_nd(
+    x: Tensor, indices: Tensor, batch_dims: int = 0, validate_indices: bool | None = False
 ) -> Result:
     """Slices of ``x`` at index vectors."""
-    _refuse_validation(indices, validate_indices)
-    return _gather_nd(x, _as_int32(indices), batch_dims)
+    chosen = _resolve(indices, lambda: _leading_sizes(x, indices, batch_dims), validate_indices)
+    return _gather_nd(x, chosen, batch_dims)
 
 
-def _scatter_along_axis(
+@translation("scatter_along_axis")
+def scatter_along_axis(
     data: Tensor,
     indices: Tensor,
     updates: Tensor,
@@ -241,23 +222,23 @@ def _scatter_along_axis(
     _refuse_validation(indices, validate_indices)
     if mode == "div" and not is_float(data):
         return _scatter_divided(
-            data, lambda ones: _scatter_along_axis(ones, indices, updates, axis, "mul")
+            data, lambda ones: scatter_along_axis(ones, indices, updates, axis, "mul")
         )
     axis = normalize_axis(axis, rank(data))
     vector = _find_repeated_vector(indices, axis)
     if vector is not None and mode == "update":
         return _write_slices(data, vector, updates, axis)
-    wrapped = make_negative_invalid(_wrap_negative(_as_int32(indices), lambda: dim_of(data, axis)))
+    wrapped = make_negative_invalid(_wrap_negative(indices, lambda: dim_of(data, axis)))
     for other in range(rank(data)):
         if other != axis and not is_compared(data, indices, other):
             # OpenVINO 2026.4 writes outside of its memory. No issue is known.
             is_beyond = ops.greater(dim_of(indices, other), dim_of(data, other))
             wrapped = fail_if(is_beyond, wrapped, "indices of a scatter exceed the tensor")
 
-    def scatter(data: Tensor, values: Tensor, reduction: str) -> Result:
+    def write(data: Tensor, values: Tensor, reduction: str) -> Result:
         return ops.scatter_elements_update(data, wrapped, values, ints(axis), reduction)
 
-    return _scatter_reduced(mode, data, updates, scatter, exact_nan)
+    return _scatter_reduced(mode, data, updates, write, exact_nan)
 
 
 def _find_repeated_vector(indices: Tensor, axis: int) -> Any | None:
@@ -280,11 +261,12 @@ def _find_repeated_vector(indices: Tensor, axis: int) -> Any | None:
 
 def _write_slices(data: Tensor, vector: Tensor, updates: Tensor, axis: int) -> Result:
     """Replace the slices at indices ``vector`` [C] along ``axis`` by ``updates``."""
-    indices = _wrap_negative(_as_int32(vector), lambda: dim_of(data, axis))
+    indices = _wrap_negative(vector, lambda: dim_of(data, axis))
     return replace_slices(data, indices, updates, axis)
 
 
-def _scatter(
+@translation("scatter")
+def scatter(
     data: Tensor,
     indices: Tensor,
     updates: Tensor,
@@ -304,10 +286,11 @@ def _scatter(
     shape[axis] = -1
     column = ops.reshape(_as_int32(indices), ints(shape), special_zero=False)
     repeated = ops.broadcast(column, shape_of(updates))
-    return _scatter_along_axis(data, repeated, updates, axis, mode, exact_nan=exact_nan)
+    return scatter_along_axis(data, repeated, updates, axis, mode, exact_nan=exact_nan)
 
 
-def _scatter_nd(
+@translation("scatter_nd")
+def scatter_nd(
     data: Tensor,
     indices: Tensor,
     updates: Tensor,
@@ -319,18 +302,13 @@ def _scatter_nd(
     """Write the slices ``updates`` to ``data`` at index vectors."""
     _refuse_validation(indices, validate_indices)
     if mode == "div" and not is_float(data):
-        return _scatter_divided(data, lambda ones: _scatter_nd(ones, indices, updates, "mul"))
-    wrapped = _wrap_negative(_as_int32(indices), lambda: _leading_sizes(data, indices))
+        return _scatter_divided(data, lambda ones: scatter_nd(ones, indices, updates, "mul"))
+    wrapped = _wrap_negative(indices, lambda: _leading_sizes(data, indices))
 
-    def scatter(data: Tensor, values: Tensor, reduction: str) -> Result:
+    def write(data: Tensor, values: Tensor, reduction: str) -> Result:
         return ops.scatter_nd_update(data, wrapped, values, reduction)
 
-    return _scatter_reduced(mode, data, updates, scatter, exact_nan)
-
-
-translation("scatter")(_scatter)
-translation("scatter_along_axis")(_scatter_along_axis)
-translation("scatter_nd")(_scatter_nd)
+    return _scatter_reduced(mode, data, updates, write, exact_nan)
 
 
 @translation("topk")

@@ -49,10 +49,7 @@ def quantize(
 
 @translation("dequantize")
 def dequantize(
-    input: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None = None,
-    axis: int | None = None,
+    input: Tensor, scale: Tensor, zero_point: Tensor | None = None, axis: int | None = None
 ) -> Result:
     """``scale * (input - zero_point)``, per tensor or along ``axis``."""
     if is_float(input):

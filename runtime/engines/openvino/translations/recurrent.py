@@ -27,6 +27,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     dim_of,
     element_type,
     ints,
+    make_model,
     output,
     reshape,
     with_equal_sizes,
@@ -335,12 +336,7 @@ class _Layer:
     output_sequence: bool
 
     def by_kernel(self, make: Callable[..., Any], **options: Any) -> Result:
-        """Return hidden states [s or 1, b, D * H] and last states by OpenVINO's sequence op.
-
-        Args:
-            make: Function of the opset that builds the op.
-            options: Additional arguments of ``make``.
-        """
+        """Return hidden states [s or 1, b, D * H] and last states by a sequence op of OpenVINO."""
         count, units = len(self.directions), self.directions[0].units
         x, states = self._checked_inputs()
         by_batch = ops.transpose(x, ints((1, 0, 2)))
@@ -416,8 +412,6 @@ def _pass(x: Tensor, states: list[Tensor], direction: _Direction, step: _Step) -
     goes_on, hidden, *results = (
         ops.result(value) for value in (_true(), ops.unsqueeze(after[0], ints(0)), *after)
     )
-    # Any, because the type stub declares the base class's constructor.
-    make_model: Any = ov.Model
     loop = ops.loop(dim_of(x, 0), _true())
     loop.set_function(make_model([goes_on, hidden, *results], [number, inputs, *before], "step"))
     loop.set_special_body_ports([0, 0])  # input of the step number, output of the condition

@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.graph import f32, ints, is_float, magnitude, rank
+from coreml_delegate.runtime.engines.openvino.graph import (
+    f32,
+    ints,
+    is_float,
+    magnitude,
+    rank,
+    stable_topk,
+)
 from coreml_delegate.runtime.engines.openvino.plugin import integers, nan
 from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.values import Ints, Result, Tensor
@@ -27,23 +34,21 @@ def _log_sum_exp(x: Tensor, axes: Sequence[int], keep_dims: bool) -> Result:
     return ops.add(ops.log(total), peak if keep_dims else ops.squeeze(peak, ints(axes)))
 
 
-def _log_sum(x: Tensor, axes: Sequence[int], keep_dims: bool) -> Result:
-    return ops.log(ops.reduce_sum(x, ints(axes), keep_dims))
-
-
 def _of_squares(total: _Reduce) -> _Reduce:
     return lambda x, axes, keep_dims: total(ops.multiply(x, x), axes, keep_dims)
 
 
-def _of_magnitudes(total: _Reduce) -> _Reduce:
-    return lambda x, axes, keep_dims: total(magnitude(x), axes, keep_dims)
-
-
 # op type -> (graph, graph for integers or None to reduce them as floats); see ``_EXTREMA``
 _REDUCTIONS: dict[str, tuple[_Reduce, _Reduce | None]] = {
-    "reduce_l1_norm": (_plain(ops.reduce_l1), _of_magnitudes(integers.exact_sum)),
+    "reduce_l1_norm": (
+        _plain(ops.reduce_l1),
+        lambda x, axes, keep_dims: integers.exact_sum(magnitude(x), axes, keep_dims),
+    ),
     "reduce_l2_norm": (_plain(ops.reduce_l2), None),
-    "reduce_log_sum": (_log_sum, None),
+    "reduce_log_sum": (
+        lambda x, axes, keep_dims: ops.log(ops.reduce_sum(x, ints(axes), keep_dims)),
+        None,
+    ),
     "reduce_log_sum_exp": (_log_sum_exp, None),
     "reduce_mean": (_plain(ops.reduce_mean), None),
     "reduce_prod": (_plain(ops.reduce_prod), integers.exact_product),
@@ -54,16 +59,12 @@ _REDUCTIONS: dict[str, tuple[_Reduce, _Reduce | None]] = {
 
 def _register(op_type: str, build: _Reduce, of_integers: _Reduce | None) -> None:
     def reduce(x: Tensor, axes: Ints | None = None, keep_dims: bool = False) -> Result:
-        over = _all_if_none(x, axes)
+        over = axes or tuple(range(rank(x)))
         if is_float(x) or of_integers is None:
             return build(f32(x), over, keep_dims)
         return of_integers(x, over, keep_dims)
 
     translation(op_type)(reduce)
-
-
-def _all_if_none(x: Tensor, axes: Ints | None) -> Ints:
-    return axes or tuple(range(rank(x)))
 
 
 for _op_type, (_build, _of_integers) in _REDUCTIONS.items():
@@ -81,7 +82,7 @@ def _register_extremum(op_type: str, build: _Reduce, of_integers: _Reduce, sign:
     def reduce(
         x: Tensor, axes: Ints | None = None, keep_dims: bool = False, *, exact_nan: bool = False
     ) -> Result:
-        over = _all_if_none(x, axes)
+        over = axes or tuple(range(rank(x)))
         if not is_float(x):
             return of_integers(x, over, keep_dims)
 
@@ -106,10 +107,7 @@ def _register_argument(op_type: str, mode: str) -> None:
     ) -> Result:
         if is_float(x):
             x = nan.sort_key(x, largest=mode == "max")
-        # Stable, for the first of equal elements.
-        best = ops.topk(
-            x, ints(1), axis, mode, "value", index_element_type="i32", stable=True
-        ).output(1)
+        _, best = stable_topk(x, ints(1), axis, mode)  # the first of equal elements
         return best if keep_dims else ops.squeeze(best, ints((axis,)))
 
     translation(op_type)(argument)

@@ -53,8 +53,7 @@ def crop_resize_ios15(
     ``roi``: [N, 1, 4, 1, 1] for boxes of all images, or [N, 1, 5, 1, 1] with an image index first.
     """
     images, boxes = _split_regions(x, roi)
-    scale = _box_scale(x, normalized_coordinates, spatial_scale)
-    corners = ops.multiply(_corners(boxes, box_coordinate_mode), scale)
+    corners = _positions(x, boxes, box_coordinate_mode, normalized_coordinates, spatial_scale)
     return _crops(x, images, corners, (target_height, target_width), sampling_mode, None)
 
 
@@ -72,8 +71,7 @@ def crop_resize_ios16(
 ) -> Result:
     """As for iOS 15, but positions outside take ``pad_value``."""
     images, boxes = _split_regions(x, roi)
-    scale = _box_scale(x, normalized_coordinates, spatial_scale)
-    corners = ops.multiply(_corners(boxes, box_coordinate_mode), scale)
+    corners = _positions(x, boxes, box_coordinate_mode, normalized_coordinates, spatial_scale)
     return _crops(x, images, corners, (target_height, target_width), sampling_mode, pad_value)
 
 
@@ -95,8 +93,8 @@ def crop_resize_ios17(
         images = ops.range(ints(0), dim_of(boxes, 0), ints(1), "i32")
     else:
         images = ops.convert(box_indices, "i32")
-    scale = _box_scale(x, normalized_coordinates, spatial_scale)
-    corners = ops.multiply(_corners(f32(boxes), box_coordinate_mode), scale)
+    boxes = f32(boxes)
+    corners = _positions(x, boxes, box_coordinate_mode, normalized_coordinates, spatial_scale)
     return _crops(x, images, corners, (target_height, target_width), sampling_mode, pad_value)
 
 
@@ -113,18 +111,10 @@ def _split_regions(x: Tensor, roi: Tensor) -> tuple[Any, Any]:
 
 def _corners(boxes: Any, mode: str) -> Any:
     """Return boxes [..., 4] of any mode as first row, first column, last row, last column."""
-    layout, order = next(
-        (
-            (layout, order)
-            for layout in _LAYOUTS
-            for order in _ORDERS
-            if mode == f"{layout}_{order}"
-        ),
-        (None, None),
-    )
-    if layout is None or order is None:
-        modes = [f"{layout}_{order}" for layout in _LAYOUTS for order in _ORDERS]
+    modes = {f"{layout}_{order}": (layout, order) for layout in _LAYOUTS for order in _ORDERS}
+    if mode not in modes:
         raise refusal("box coordinate mode", mode, ", ".join(modes))
+    layout, order = modes[mode]
     boxes = ops.gather(boxes, ints(_ORDERS[order]), ints(-1))
     if layout == "CORNERS":
         return boxes
@@ -133,13 +123,14 @@ def _corners(boxes: Any, mode: str) -> Any:
     return ops.concat([ops.subtract(centre, half), ops.add(centre, half)], -1)
 
 
-def _box_scale(x: Tensor, normalized: bool, spatial_scale: float) -> Any:
-    """Return the factor from corners to positions, where 0 is the centre of the first pixel."""
+def _positions(x: Tensor, boxes: Any, mode: str, normalized: bool, spatial_scale: float) -> Any:
+    """Return the corners of boxes as positions in ``x``; 0 is the centre of the first pixel."""
+    corners = _corners(boxes, mode)
     scale = ops.constant(np.full(4, spatial_scale, np.float32))
-    if not normalized:
-        return scale
-    sizes = f32(ops.gather(shape_of(x), ints((-2, -1, -2, -1)), ints(0)))
-    return ops.multiply(ops.subtract(sizes, scalar(1, sizes)), scale)
+    if normalized:
+        sizes = f32(ops.gather(shape_of(x), ints((-2, -1, -2, -1)), ints(0)))
+        scale = ops.multiply(ops.subtract(sizes, scalar(1, sizes)), scale)
+    return ops.multiply(corners, scale)
 
 
 def _crops(

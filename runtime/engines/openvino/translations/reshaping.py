@@ -8,7 +8,6 @@ from typing import Any
 
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     constant_ints,
     dim_of,
@@ -16,6 +15,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     ints,
     normalize_axis,
     rank,
+    require_room,
     shape_of,
     static_dims,
 )
@@ -84,9 +84,7 @@ def flatten2d(x: Tensor, axis: int = 1) -> Result:
     else:
         leading = ops.gather(shape_of(x), ints(list(range(axis))), ints(0))
         return ops.reshape(
-            x,
-            _vector([ops.reduce_prod(leading, ints(0), False), ints(-1)]),
-            special_zero=False,
+            x, _vector([ops.reduce_prod(leading, ints(0), False), ints(-1)]), special_zero=False
         )
     return ops.reshape(x, ints(target), special_zero=False)
 

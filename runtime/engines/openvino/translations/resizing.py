@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     constant_ints,
     dim_of,
@@ -20,6 +19,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     is_float,
     magnitude,
     rank,
+    require_room,
     reshape,
     scalar,
 )

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from openvino import opset15 as ops
 
-from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     f32,
     ints,
     rank,
+    require_room,
     scalar,
     shape_of,
 )

@@ -8,7 +8,6 @@ import numpy as np
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines import limits
-from coreml_delegate.runtime.engines.openvino.computed_sizes import require_room
 from coreml_delegate.runtime.engines.openvino.graph import (
     INT_MAX,
     INT_MIN,
@@ -21,6 +20,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     normalize_axis,
     rank,
     replace_slices,
+    require_room,
     scalar,
     shape_of,
     static_dims,
@@ -37,6 +37,15 @@ def _flags(mask: Bools | None, size: int) -> list[int]:
     return [int(flag) for flag in mask] if mask else [0] * size
 
 
+def _steps(stride: Ints | None, squeezed: list[int]) -> list[int]:
+    """Return the steps of a slice, 1 along squeezed axes.
+
+    A squeezed axis ignores its stride, but OpenVINO requires a positive stride there.
+    """
+    strides = stride or [1] * len(squeezed)
+    return [1 if drop else step for drop, step in zip(squeezed, strides, strict=True)]
+
+
 @translation("slice_by_index")
 def slice_by_index(
     x: Tensor,
@@ -50,8 +59,7 @@ def slice_by_index(
     """``x[begin[0]:end[0]:stride[0], ...]``; a squeezed axis is indexed by its ``begin``."""
     axes = rank(x)
     squeezed = _flags(squeeze_mask, axes)
-    # A squeezed axis ignores its stride, but OpenVINO requires a positive stride there.
-    steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
+    steps = _steps(stride, squeezed)
     masks = _flags(begin_mask, axes), _flags(end_mask, axes)
     element = _find_single_index(x, begin, end, steps, *masks, squeezed)
     if element is not None:
@@ -179,7 +187,7 @@ def slice_update(
     dropped = [axis for axis, drop in enumerate(squeezed) if drop]
     if dropped:
         update = ops.unsqueeze(update, ints(dropped))
-    steps = [1 if drop else step for drop, step in zip(squeezed, stride or [1] * axes, strict=True)]
+    steps = _steps(stride, squeezed)
     masks = _flags(begin_mask, axes), _flags(end_mask, axes)
     first = _first_indices(x, begin, steps, masks[0])
     sizes, counts = dims(x), dims(update)

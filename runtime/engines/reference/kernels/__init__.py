@@ -73,7 +73,7 @@ KERNELS: OpTable[Kernel] = OpTable("kernel", __name__)
 
 
 def kernel(
-    *op_types: str, since: Opset = Opset.iOS15, widen: bool = False
+    *op_types: str, since: Opset = Opset.iOS15, widen: bool = False, **fixed: object
 ) -> Callable[[Function], Function]:
     """Register a function as the kernel of op types that share a schema.
 
@@ -81,15 +81,16 @@ def kernel(
         op_types: MIL op types.
         since: First opset with this version of the op.
         widen: See ``Kernel.widen``.
+        fixed: See ``OpVersion.fixed``.
 
     Raises:
         ValueError: The op already has a kernel for that opset.
     """
 
     def register(function: Function) -> Function:
-        schema = Schema.read(function, _passing)
+        schema = Schema.read(function, _passing, fixed)
         for op_type in op_types:
-            KERNELS.add(Kernel(op_type, since, function, schema, widen))
+            KERNELS.add(Kernel(op_type, since, function, schema, fixed, widen))
         return function
 
     return register

@@ -11,22 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from coreml_delegate.formats.weight_file import unpack_integers
 from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
 from coreml_delegate.runtime.engines.reference.kernels.quantization import along_axis
-from coreml_delegate.runtime.mil.dtypes import DType, unpack_bits
 from coreml_delegate.targets import Opset
-
-_UNSIGNED = {
-    1: DType.UINT1,
-    2: DType.UINT2,
-    4: DType.UINT4,
-    6: DType.UINT6,
-    8: DType.UINT8,
-}
 
 
 def _unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    return torch.from_numpy(unpack_bits(packed.numpy().view(np.uint8), _UNSIGNED[bits], count))
+    if bits == 8:
+        return packed[:count]
+    return torch.from_numpy(unpack_integers(packed.numpy().view(np.uint8), bits, count))
 
 
 def _repeat_blocks(value: Tensor, shape: torch.Size) -> Tensor:
@@ -116,19 +110,21 @@ def constexpr_sparse_to_dense_ios18(nonzero_data: Tensor, mask: Tensor) -> Tenso
 
 @kernel("constexpr_lut_to_sparse", since=Opset.iOS18)
 def constexpr_lut_to_sparse(
-    indices_mask: Tensor,
-    indices_nonzero_data: Tensor,
-    lut: Tensor,
-    vector_axis: int | None = None,
+    indices_mask: Tensor, indices_nonzero_data: Tensor, lut: Tensor, vector_axis: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Mask and nonzero values of ``constexpr_lut_to_dense`` on sparse indices."""
     dense = constexpr_lut_to_dense_ios18(
         _to_dense(indices_nonzero_data, indices_mask), lut, vector_axis
     )
-    mask = indices_mask
-    if vector_axis is not None and lut.shape[-1] > 1:
-        mask = mask.repeat_interleave(lut.shape[-1], dim=vector_axis)
+    mask = mask_of_vectors(indices_mask, lut, vector_axis)
     return mask, dense[mask != 0]
+
+
+def mask_of_vectors(mask: Tensor, lut: Tensor, axis: int | None) -> Tensor:
+    """Return the mask of values for a mask of indices; a value is a vector along ``axis``."""
+    if axis is None or lut.shape[-1] == 1:
+        return mask
+    return mask.repeat_interleave(lut.shape[-1], dim=axis)
 
 
 @kernel("constexpr_sparse_blockwise_shift_scale", since=Opset.iOS18, widen=True)

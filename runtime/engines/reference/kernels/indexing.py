@@ -11,7 +11,6 @@ Source: coremltools' MIL op reference, ``scatter_gather`` and ``tensor_operation
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,58 +19,39 @@ from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
 from coreml_delegate.targets import Opset
 
 
-def _wrap_negative(indices: Tensor, size: int) -> Tensor:
-    """Return indices as int64, with ``size`` added to negative indices.
+def _resolve(indices: Tensor, size: int, validate: bool | None) -> Tensor:
+    """Return indices as int64, not negative, by the rules of iOS17, or earlier ones for None.
 
     Raises:
-        IndexError: An index is outside of [-size, size).
+        IndexError: An index is outside of [0, size), or of [-size, size) by the earlier rules.
     """
     indices = indices.to(torch.int64)
-    if indices.numel() and not bool(((indices >= -size) & (indices < size)).all()):
-        raise IndexError(f"index outside of [{-size}, {size})")
-    return torch.where(indices < 0, indices + size, indices)
-
-
-def _check_or_clamp(indices: Tensor, size: int, validate: bool) -> Tensor:
-    """Return indices as int64, validated or clamped by the rules of iOS17.
-
-    Raises:
-        IndexError: ``validate`` is set and an index is outside of [0, size).
-    """
-    indices = indices.to(torch.int64)
-    if validate:
-        if indices.numel() and not bool(((indices >= 0) & (indices < size)).all()):
-            raise IndexError(f"index outside of [0, {size})")
-        return indices
-    return torch.where(indices < 0, indices + size, indices).clamp(0, max(0, size - 1))
+    if validate is not False and indices.numel():
+        least = -size if validate is None else 0
+        if not bool(((indices >= least) & (indices < size)).all()):
+            raise IndexError(f"index outside of [{least}, {size})")
+    wrapped = torch.where(indices < 0, indices + size, indices)
+    return wrapped.clamp(0, max(0, size - 1)) if validate is False else wrapped
 
 
 # --- gather ---------------------------------------------------------------------------------------
 
 
-@kernel("gather")
-def gather_ios15(x: Tensor, indices: Tensor, axis: int = 0, batch_dims: int = 0) -> Tensor:
-    """Slices of ``x`` along ``axis``, per element of the leading ``batch_dims`` dimensions.
-
-    The dimensions of ``indices`` replace ``axis``.
-    """
-    return _gather(x, _wrap_negative(indices, x.shape[axis]), axis, batch_dims)
-
-
 @kernel("gather", since=Opset.iOS17)
-def gather_ios17(
+@kernel("gather", validate_indices=None)
+def gather(
     x: Tensor,
     indices: Tensor,
     axis: int = 0,
     batch_dims: int = 0,
-    validate_indices: bool = False,
+    validate_indices: bool | None = False,
 ) -> Tensor:
-    """``gather`` per element of the leading ``batch_dims`` dimensions, with iOS17's index rules."""
-    return _gather(x, _check_or_clamp(indices, x.shape[axis], validate_indices), axis, batch_dims)
+    """Slices of ``x`` along ``axis``, per element of the leading ``batch_dims`` dimensions.
 
-
-def _gather(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Tensor:
+    The dimensions of ``indices`` replace ``axis``.
+    """
     axis %= x.dim()
+    indices = _resolve(indices, x.shape[axis], validate_indices)
     result_shape = (*x.shape[:axis], *indices.shape[batch_dims:], *x.shape[axis + 1 :])
     if batch_dims == 0:
         return x.index_select(axis, indices.reshape(-1)).reshape(result_shape)
@@ -83,47 +63,31 @@ def _gather(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -> Tensor:
     return rows.gather(2, chosen).reshape(result_shape)
 
 
-@kernel("gather_along_axis")
-def gather_along_axis_ios15(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
-    """``y[i][j] = x[indices[i][j]][j]`` for axis 0."""
-    return x.gather(axis, _wrap_negative(indices, x.shape[axis]))
-
-
 @kernel("gather_along_axis", since=Opset.iOS17)
-def gather_along_axis_ios17(
-    x: Tensor, indices: Tensor, axis: int = 0, validate_indices: bool = False
+@kernel("gather_along_axis", validate_indices=None)
+def gather_along_axis(
+    x: Tensor, indices: Tensor, axis: int = 0, validate_indices: bool | None = False
 ) -> Tensor:
-    """``gather_along_axis`` with iOS17's index rules."""
-    return x.gather(axis, _check_or_clamp(indices, x.shape[axis], validate_indices))
+    """``y[i][j] = x[indices[i][j]][j]`` for axis 0."""
+    return x.gather(axis, _resolve(indices, x.shape[axis], validate_indices))
 
 
-@kernel("gather_nd")
-def gather_nd_ios15(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Tensor:
+@kernel("gather_nd", since=Opset.iOS17)
+@kernel("gather_nd", validate_indices=None)
+def gather_nd(
+    x: Tensor, indices: Tensor, batch_dims: int = 0, validate_indices: bool | None = False
+) -> Tensor:
     """Slices of ``x`` at coordinates, which are along the last dimension of ``indices``.
 
     The slices are taken per element of the leading ``batch_dims`` dimensions.
     """
-    return _gather_nd(x, indices, batch_dims, _wrap_negative)
-
-
-@kernel("gather_nd", since=Opset.iOS17)
-def gather_nd_ios17(
-    x: Tensor, indices: Tensor, batch_dims: int = 0, validate_indices: bool = False
-) -> Tensor:
-    """``gather_nd`` per element of the leading dimensions, with iOS17's index rules."""
-    return _gather_nd(
-        x, indices, batch_dims, lambda i, size: _check_or_clamp(i, size, validate_indices)
-    )
-
-
-def _gather_nd(
-    x: Tensor, indices: Tensor, batch_dims: int, check: Callable[[Tensor, int], Tensor]
-) -> Tensor:
     depth = indices.shape[-1]
     batch = math.prod(x.shape[:batch_dims])
     rows = x.reshape(batch, *x.shape[batch_dims:])
     coordinates = indices.reshape(batch, -1, depth)
-    position = [check(coordinates[..., d], rows.shape[1 + d]) for d in range(depth)]
+    position = [
+        _resolve(coordinates[..., d], rows.shape[1 + d], validate_indices) for d in range(depth)
+    ]
     chosen = rows[(torch.arange(batch)[:, None].expand(coordinates.shape[:2]), *position)]
     return chosen.reshape(*indices.shape[:-1], *x.shape[batch_dims + depth :])
 
@@ -154,91 +118,57 @@ def _combine(data: Tensor, axis: int, indices: Tensor, updates: Tensor, mode: st
     return data.scatter_reduce(axis, indices, operand, _REDUCTIONS[mode])
 
 
-def _scatter(data: Tensor, indices: Tensor, updates: Tensor, axis: int, mode: str) -> Tensor:
-    axis %= data.dim()
-    per_slice = indices.reshape(-1, *(1,) * (data.dim() - axis - 1)).expand(updates.shape)
-    return _combine(data, axis, per_slice, updates, mode)
-
-
-def _scatter_nd(
+@kernel("scatter", since=Opset.iOS17, widen=True)
+@kernel("scatter", widen=True, validate_indices=None)
+def scatter(
     data: Tensor,
     indices: Tensor,
     updates: Tensor,
-    mode: str,
-    check: Callable[[Tensor, int], Tensor],
+    axis: int = 0,
+    mode: str = "add",
+    validate_indices: bool | None = False,
 ) -> Tensor:
+    """``data`` with slices along ``axis`` combined with ``updates``; ``indices``: [C]."""
+    axis %= data.dim()
+    chosen = _resolve(indices, data.shape[axis], validate_indices)
+    per_slice = chosen.reshape(-1, *(1,) * (data.dim() - axis - 1)).expand(updates.shape)
+    return _combine(data, axis, per_slice, updates, mode)
+
+
+@kernel("scatter_along_axis", since=Opset.iOS17, widen=True)
+@kernel("scatter_along_axis", widen=True, validate_indices=None)
+def scatter_along_axis(
+    data: Tensor,
+    indices: Tensor,
+    updates: Tensor,
+    axis: int = 0,
+    mode: str = "add",
+    validate_indices: bool | None = False,
+) -> Tensor:
+    """``data[indices[i][j]][j] = updates[i][j]`` for axis 0, or combined by ``mode``."""
+    chosen = _resolve(indices, data.shape[axis], validate_indices)
+    return _combine(data, axis, chosen, updates, mode)
+
+
+@kernel("scatter_nd", since=Opset.iOS17, widen=True)
+@kernel("scatter_nd", widen=True, validate_indices=None)
+def scatter_nd(
+    data: Tensor,
+    indices: Tensor,
+    updates: Tensor,
+    mode: str = "add",
+    validate_indices: bool | None = False,
+) -> Tensor:
+    """``data`` with slices at coordinates combined with ``updates``; ``indices``: [*, depth]."""
     depth = indices.shape[-1]
     row = torch.zeros(indices.shape[:-1], dtype=torch.int64)
     for d in range(depth):
-        row = row * data.shape[d] + check(indices[..., d], data.shape[d])
+        chosen = _resolve(indices[..., d], data.shape[d], validate_indices)
+        row = row * data.shape[d] + chosen
     rows = data.reshape(math.prod(data.shape[:depth]), math.prod(data.shape[depth:]))
     changes = updates.reshape(-1, rows.shape[1])
     per_element = row.reshape(-1, 1).expand(changes.shape)
     return _combine(rows, 0, per_element, changes, mode).reshape(data.shape)
-
-
-@kernel("scatter", widen=True)
-def scatter_ios15(
-    data: Tensor, indices: Tensor, updates: Tensor, axis: int = 0, mode: str = "add"
-) -> Tensor:
-    """``data`` with slices along ``axis`` combined with ``updates``; ``indices``: [C]."""
-    return _scatter(data, _wrap_negative(indices, data.shape[axis]), updates, axis, mode)
-
-
-@kernel("scatter", since=Opset.iOS17, widen=True)
-def scatter_ios17(
-    data: Tensor,
-    indices: Tensor,
-    updates: Tensor,
-    axis: int = 0,
-    mode: str = "add",
-    validate_indices: bool = False,
-) -> Tensor:
-    """``scatter`` with iOS17's index rules."""
-    chosen = _check_or_clamp(indices, data.shape[axis], validate_indices)
-    return _scatter(data, chosen, updates, axis, mode)
-
-
-@kernel("scatter_along_axis", widen=True)
-def scatter_along_axis_ios15(
-    data: Tensor, indices: Tensor, updates: Tensor, axis: int = 0, mode: str = "add"
-) -> Tensor:
-    """``data[indices[i][j]][j] = updates[i][j]`` for axis 0, or combined by ``mode``."""
-    return _combine(data, axis, _wrap_negative(indices, data.shape[axis]), updates, mode)
-
-
-@kernel("scatter_along_axis", since=Opset.iOS17, widen=True)
-def scatter_along_axis_ios17(
-    data: Tensor,
-    indices: Tensor,
-    updates: Tensor,
-    axis: int = 0,
-    mode: str = "add",
-    validate_indices: bool = False,
-) -> Tensor:
-    """``scatter_along_axis`` with iOS17's index rules."""
-    chosen = _check_or_clamp(indices, data.shape[axis], validate_indices)
-    return _combine(data, axis, chosen, updates, mode)
-
-
-@kernel("scatter_nd", widen=True)
-def scatter_nd_ios15(data: Tensor, indices: Tensor, updates: Tensor, mode: str = "add") -> Tensor:
-    """``data`` with slices at coordinates combined with ``updates``; ``indices``: [*, depth]."""
-    return _scatter_nd(data, indices, updates, mode, _wrap_negative)
-
-
-@kernel("scatter_nd", since=Opset.iOS17, widen=True)
-def scatter_nd_ios17(
-    data: Tensor,
-    indices: Tensor,
-    updates: Tensor,
-    mode: str = "add",
-    validate_indices: bool = False,
-) -> Tensor:
-    """``scatter_nd`` with iOS17's index rules."""
-    return _scatter_nd(
-        data, indices, updates, mode, lambda i, size: _check_or_clamp(i, size, validate_indices)
-    )
 
 
 _Scalar = float | int | bool

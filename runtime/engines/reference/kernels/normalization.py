@@ -5,6 +5,8 @@ Source: coremltools' MIL op reference, ``normalization``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,14 +32,7 @@ def instance_norm(
     x: Tensor, gamma: Tensor | None = None, beta: Tensor | None = None, epsilon: float = 1e-5
 ) -> Tensor:
     """Normalization of ``x`` [N, C, *spatial] over the spatial axes, scaled per channel."""
-    affine_shape = (-1, *(1,) * (x.dim() - 2))
-    return _normalize(
-        x,
-        list(range(2, x.dim())),
-        None if gamma is None else gamma.reshape(affine_shape),
-        None if beta is None else beta.reshape(affine_shape),
-        epsilon,
-    )
+    return _normalize(x, range(2, x.dim()), (1,), gamma, beta, epsilon)
 
 
 @kernel("layer_norm", widen=True)
@@ -50,14 +45,7 @@ def layer_norm(
 ) -> Tensor:
     """Normalization of ``x`` over ``axes``, along which ``gamma`` and ``beta`` scale and shift."""
     over = sorted(range(x.dim()) if axes is None else (axis % x.dim() for axis in axes))
-    affine_shape = [size if axis in over else 1 for axis, size in enumerate(x.shape)]
-    return _normalize(
-        x,
-        over,
-        None if gamma is None else gamma.reshape(affine_shape),
-        None if beta is None else beta.reshape(affine_shape),
-        epsilon,
-    )
+    return _normalize(x, over, over, gamma, beta, epsilon)
 
 
 @kernel("l2_norm", widen=True)
@@ -76,10 +64,17 @@ def local_response_norm(
 
 
 def _normalize(
-    x: Tensor, axes: list[int], gamma: Tensor | None, beta: Tensor | None, epsilon: float
+    x: Tensor,
+    axes: Sequence[int],
+    scaled_axes: Sequence[int],
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    epsilon: float,
 ) -> Tensor:
-    variance, mean = torch.var_mean(x, dim=axes, correction=0, keepdim=True)
+    """Normalize over ``axes``; ``gamma`` and ``beta`` scale and shift along ``scaled_axes``."""
+    variance, mean = torch.var_mean(x, dim=list(axes), correction=0, keepdim=True)
     result = (x - mean) * torch.rsqrt(variance + epsilon)
+    affine_shape = [size if axis in scaled_axes else 1 for axis, size in enumerate(x.shape)]
     if gamma is not None:
-        result = result * gamma
-    return result if beta is None else result + beta
+        result = result * gamma.reshape(affine_shape)
+    return result if beta is None else result + beta.reshape(affine_shape)

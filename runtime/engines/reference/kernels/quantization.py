@@ -51,10 +51,7 @@ def quantize(
 
 @kernel("dequantize", since=Opset.iOS17, widen=True)
 def dequantize(
-    input: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None = None,
-    axis: int | None = None,
+    input: Tensor, scale: Tensor, zero_point: Tensor | None = None, axis: int | None = None
 ) -> Tensor:
     """``scale * (input - zero_point)``."""
     levels = input.float()

@@ -124,44 +124,24 @@ def lstm(
     With ``bidirectional`` the states are [b, 2 * H], forward half first, and the outputs of the
     reverse pass are in the order of the inputs.
     """
-    activations = (
-        _activation(recurrent_activation),
-        _activation(cell_activation),
-        _activation(activation),
-    )
-    if direction != "bidirectional":
-        hidden, h, c = _lstm_pass(
-            _steps(x, direction),
-            (initial_h, initial_c),
-            (weight_ih, weight_hh, bias, peephole),
-            activations,
-            clip,
-        )
-        return _sequence(hidden, output_sequence), h, c
-    if weight_ih_back is None or weight_hh_back is None:
-        raise ValueError("a bidirectional lstm needs weight_ih_back and weight_hh_back")
-    size = weight_hh.shape[1]
-    forward, forward_h, forward_c = _lstm_pass(
-        _steps(x, "forward"),
-        (initial_h[:, :size], initial_c[:, :size]),
-        (weight_ih, weight_hh, bias, peephole),
-        activations,
-        clip,
-    )
-    backward, backward_h, backward_c = _lstm_pass(
-        _steps(x, "reverse"),
-        (initial_h[:, size:], initial_c[:, size:]),
-        (weight_ih_back, weight_hh_back, bias_back, peephole_back),
-        activations,
-        clip,
-    )
-    h = torch.cat([forward_h, backward_h], dim=-1)
-    sequence = torch.cat([torch.stack(forward), torch.stack(backward[::-1])], dim=-1)
-    return (
-        sequence if output_sequence else h.unsqueeze(0),
-        h,
-        torch.cat([forward_c, backward_c], dim=-1),
-    )
+    names = (recurrent_activation, cell_activation, activation)
+    activations = tuple(_activation(name) for name in names)
+    passes = [(direction, (weight_ih, weight_hh, bias, peephole))]
+    if direction == "bidirectional":
+        if weight_ih_back is None or weight_hh_back is None:
+            raise ValueError("a bidirectional lstm needs weight_ih_back and weight_hh_back")
+        passes = [
+            ("forward", (weight_ih, weight_hh, bias, peephole)),
+            ("reverse", (weight_ih_back, weight_hh_back, bias_back, peephole_back)),
+        ]
+    count = len(passes)
+    states = zip(initial_h.chunk(count, dim=-1), initial_c.chunk(count, dim=-1), strict=True)
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    for (order, weights), state in zip(passes, states, strict=True):
+        hidden, h, c = _lstm_pass(_steps(x, order), state, weights, activations, clip)
+        results.append((torch.stack(hidden[::-1] if results else hidden), h, c))
+    sequence, h, c = (torch.cat(values, dim=-1) for values in zip(*results, strict=True))
+    return sequence if output_sequence else h.unsqueeze(0), h, c
 
 
 def _lstm_pass(

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from coreml_delegate.runtime.engines.reference.kernels import Ints, kernel
-from coreml_delegate.targets import Opset
 
 _Reduce = Callable[[Tensor, list[int], bool], Tensor]
 
@@ -58,14 +57,7 @@ for _name, _function in _INEXACT.items():
     kernel(_name, widen=True)(_reduce_over_axes(_function, exact=False))
 
 
-def _extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(x: Tensor, axis: int = -1, keep_dims: bool = False) -> Tensor:
-        return function(x, dim=axis, keepdim=keep_dims)
-
-    return run
-
-
-def _typed_extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _index_of_extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(
         x: Tensor,
         axis: int = -1,
@@ -77,9 +69,8 @@ def _typed_extremum(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-for _name, _argument in (("reduce_argmax", torch.argmax), ("reduce_argmin", torch.argmin)):
-    kernel(_name)(_extremum(_argument))
-    kernel(_name, since=Opset.iOS17)(_typed_extremum(_argument))
+kernel("reduce_argmax")(_index_of_extremum(torch.argmax))
+kernel("reduce_argmin")(_index_of_extremum(torch.argmin))
 
 
 @kernel("cumsum", widen=True)

@@ -46,26 +46,35 @@ def _crop(image: Tensor, rows: Tensor, columns: Tensor, pad_value: float | None)
     return torch.where(inside, crop, crop.new_tensor(pad_value))
 
 
+def _positions(
+    x: Tensor, boxes: Tensor, mode: str, normalized: bool, spatial_scale: float
+) -> Tensor:
+    """Return boxes [M, 4] of any mode as corners in ``x``, fp64, see ``_corners``."""
+    corners = _corners(boxes.double(), mode)
+    if normalized:
+        corners = corners * corners.new_tensor([size - 1 for size in x.shape[-2:]]).repeat(2)
+    return corners * spatial_scale
+
+
 def _crops(
     images: Sequence[Tensor],
-    boxes: Tensor,
+    corners: Tensor,
     target: tuple[int, int],
-    normalized: bool,
-    spatial_scale: float,
-    box_mode: str,
     sampling_mode: str,
     pad_value: float | None,
 ) -> Tensor:
-    corners = _corners(boxes.double(), box_mode)
-    if normalized:
-        limits = corners.new_tensor([size - 1 for size in images[0].shape[-2:]])
-        corners = corners * limits.repeat(2)
-    corners = corners * spatial_scale
     rows = sampling_grid(sampling_mode, corners[:, 0], corners[:, 2], target[0])
     columns = sampling_grid(sampling_mode, corners[:, 1], corners[:, 3], target[1])
     return torch.stack(
         [_crop(*arguments, pad_value) for arguments in zip(images, rows, columns, strict=True)]
     )
+
+
+def _split_regions(x: Tensor, roi: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return the images of each box, and boxes [N, 4]."""
+    rows = roi.reshape(roi.shape[0], -1)
+    indexed = rows.shape[1] == 5
+    return [x[int(row[0])].unsqueeze(0) if indexed else x for row in rows], rows[:, -4:]
 
 
 @kernel("crop_resize", widen=True)
@@ -83,16 +92,9 @@ def crop_resize_ios15(
 
     ``roi``: [N, 1, 4, 1, 1] for boxes of all images, or [N, 1, 5, 1, 1] with an image index first.
     """
-    return _crop_rois(
-        x,
-        roi,
-        (target_height, target_width),
-        normalized_coordinates,
-        spatial_scale,
-        box_coordinate_mode,
-        sampling_mode,
-        None,
-    )
+    images, boxes = _split_regions(x, roi)
+    corners = _positions(x, boxes, box_coordinate_mode, normalized_coordinates, spatial_scale)
+    return _crops(images, corners, (target_height, target_width), sampling_mode, None)
 
 
 @kernel("crop_resize", since=Opset.iOS16, widen=True)
@@ -108,35 +110,9 @@ def crop_resize_ios16(
     pad_value: float = 0.0,
 ) -> Tensor:
     """As for iOS 15, but positions outside take ``pad_value``."""
-    return _crop_rois(
-        x,
-        roi,
-        (target_height, target_width),
-        normalized_coordinates,
-        spatial_scale,
-        box_coordinate_mode,
-        sampling_mode,
-        pad_value,
-    )
-
-
-def _crop_rois(
-    x: Tensor,
-    roi: Tensor,
-    target: tuple[int, int],
-    normalized: bool,
-    spatial_scale: float,
-    box_mode: str,
-    sampling_mode: str,
-    pad_value: float | None,
-) -> Tensor:
-    rows = roi.reshape(roi.shape[0], -1)
-    indexed = rows.shape[1] == 5
-    images = [x[int(row[0])].unsqueeze(0) if indexed else x for row in rows]
-    boxes = rows[:, -4:]
-    return _crops(
-        images, boxes, target, normalized, spatial_scale, box_mode, sampling_mode, pad_value
-    )
+    images, boxes = _split_regions(x, roi)
+    corners = _positions(x, boxes, box_coordinate_mode, normalized_coordinates, spatial_scale)
+    return _crops(images, corners, (target_height, target_width), sampling_mode, pad_value)
 
 
 @kernel("crop_resize", since=Opset.iOS17, widen=True)
@@ -153,16 +129,9 @@ def crop_resize_ios17(
     pad_value: float = 0.0,
 ) -> Tensor:
     """Boxes [N, 4] of images ``box_indices`` [N] of ``x``: [B, C, H, W], resized."""
-    return _crops(
-        [x[i] for i in (range(boxes.shape[0]) if box_indices is None else box_indices)],
-        boxes,
-        (target_height, target_width),
-        normalized_coordinates,
-        spatial_scale,
-        box_coordinate_mode,
-        sampling_mode,
-        pad_value,
-    )
+    images = [x[i] for i in (range(boxes.shape[0]) if box_indices is None else box_indices)]
+    corners = _positions(x, boxes, box_coordinate_mode, normalized_coordinates, spatial_scale)
+    return _crops(images, corners, (target_height, target_width), sampling_mode, pad_value)
 
 
 _PADDING_MODES = {

@@ -11,12 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.kernels import (
-    EachInt,
-    IntPairs,
-    Ints,
-    kernel,
-)
+from coreml_delegate.runtime.engines.reference.kernels import EachInt, IntPairs, Ints, kernel
 from coreml_delegate.runtime.engines.reference.kernels.convolution import pad_spatial
 from coreml_delegate.targets import Opset
 
@@ -45,11 +40,7 @@ def reshape_ios17(x: Tensor, shape: Ints) -> Tensor:
 
 @kernel("reshape_like", since=Opset.iOS16)
 def reshape_like(
-    x: Tensor,
-    ref_tensors: tuple[Tensor, ...],
-    begins: EachInt,
-    ends: EachInt,
-    end_masks: EachInt,
+    x: Tensor, ref_tensors: tuple[Tensor, ...], begins: EachInt, ends: EachInt, end_masks: EachInt
 ) -> Tensor:
     """``x`` with the concatenated slices of the shapes of ``ref_tensors`` as shape."""
     sizes: list[int] = []

@@ -14,7 +14,7 @@ from support.tolerances import ATOL_RTOL
 from coreml_delegate.errors import ExecutionError, InputError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO
-from coreml_delegate.runtime.engines.openvino.session.inference import Interface
+from coreml_delegate.runtime.engines.openvino.session.state_tensors import Interface
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.program import Function
 from coreml_delegate.targets import Opset

@@ -32,7 +32,6 @@ class ModelFiles:
     """A model with the files of its mlpackage.
 
     Attributes:
-        model: The model as the rules take it.
         files: Contents by path relative to the package.
     """
 

@@ -61,9 +61,6 @@ class _Node:
         label: Its operation, or the name of an input or output.
         namespace: The layers that it lies in, outermost first, joined by slashes.
         sources: Ports that its inputs come from, in order.
-        results: Descriptions of its results.
-        attributes: Further facts, by name.
-        graphs: Ids of the graphs of its blocks.
     """
 
     id: str
@@ -98,8 +95,6 @@ class _Graph:
     """A graph that nodes are added to.
 
     Attributes:
-        id: Its name.
-        nodes: In order of execution.
         producers: Port that each value comes from.
         inner: Graphs of the blocks of its nodes.
     """
@@ -368,8 +363,6 @@ class _Scope:
 
     Attributes:
         key: Tells them from the values of other functions in the same graph.
-        types: Their types.
-        constants: The constants among them.
     """
 
     key: int | None

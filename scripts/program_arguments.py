@@ -63,10 +63,6 @@ def load_for(args: argparse.Namespace, path: Path | None = None, **changes: Any)
 def load_to_diagnose(path: Path, method: str | None) -> LoadedProgram:
     """Load a program on the engine that shows its values; of StableHLO, its Core ML model.
 
-    Args:
-        path: See ``load``.
-        method: See ``runtime.load``.
-
     Raises:
         CoreMLDelegateError: See ``runtime.load``.
     """

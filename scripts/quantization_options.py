@@ -64,12 +64,7 @@ def _add_calibration(parser: argparse._ActionsContainer) -> None:  # pyright: ig
 
 
 def add_calibration(parser: argparse._ActionsContainer, purpose: str) -> None:  # pyright: ignore[reportPrivateUsage] - groups have no public type
-    """Declare ``--calibration`` and ``--calibration-samples``.
-
-    Args:
-        parser: Gets the arguments.
-        purpose: Help text of ``--calibration``.
-    """
+    """Declare ``--calibration`` and ``--calibration-samples``."""
     parser.add_argument("--calibration", metavar="DATA", help=purpose)
     parser.add_argument(
         "--calibration-samples",
@@ -134,11 +129,6 @@ def read_samples(
 ) -> list[list[Any]]:
     """Read the data of ``--calibration``, at most ``--calibration-samples`` of it.
 
-    Args:
-        args: Arguments with these options.
-        source: The model.
-        image: See ``DataSet``.
-
     Raises:
         OptionError: The data cannot be read or do not fit the model.
     """
@@ -197,8 +187,6 @@ class QuantizationSummary:
     """Sizes of a model before and after quantization, in bytes.
 
     Attributes:
-        assignment: How the model is quantized.
-        before: Size of the parameters and buffers of the model.
         after: Size of the weights in the Core ML delegates; None before lowering.
         program: Size of the ``.pte``; None before lowering.
     """

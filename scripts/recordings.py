@@ -54,11 +54,7 @@ class Loading:
     """How the methods of a program are loaded; see ``runtime.load``.
 
     Attributes:
-        path: The program.
         engine: An engine, ``auto``, or None for one that computes in the program's types.
-        host: One of ``HOSTS``.
-        options: Engine options.
-        data: ``.ptd`` files.
     """
 
     path: Path
@@ -168,10 +164,6 @@ def record(
 
 def replay(recording: Recording, loading: Loading) -> tuple[dict[str, Accuracy], Execution]:
     """Repeat the calls of a recording, and compare outputs and states.
-
-    Args:
-        recording: The expected outputs and states.
-        loading: How the same program is loaded here.
 
     Returns:
         Accuracy over all calls, by output or state, and the engines that ran the program.

@@ -145,11 +145,8 @@ class _Bar:
 
     Attributes:
         label: The layer's path, shortened at the front.
-        path: The whole path.
         value: SQNR, for a reader.
-        length: Length in pixels.
         relieved: Whether the suggestion gives the layer another mode.
-        suggested: That mode, or "float".
     """
 
     label: str
@@ -165,7 +162,6 @@ class _Chart:
     """Bars over a scale in dB.
 
     Attributes:
-        bars: Bars from top to bottom.
         ticks: Values of the scale in dB, with their distance from its left end in pixels.
         target: The same distance of the target; None if it is off the scale.
     """

@@ -41,10 +41,6 @@ _CONST = "const"
 def summarize_pte(path: Path, data: Sequence[Path] = ()) -> dict[str, Any]:
     """Summarize methods, delegates, and the models inside Core ML delegates.
 
-    Args:
-        path: The ``.pte``.
-        data: Its ``.ptd`` files.
-
     Raises:
         BlobFormatError: The file is no ``.pte``, or malformed.
         ProgramError: The file cannot be read.

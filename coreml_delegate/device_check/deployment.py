@@ -50,12 +50,7 @@ _CAST = "cast"
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """An op or feature of a program that needs a certain opset.
-
-    Attributes:
-        opset: The first opset that has it.
-        what: An op type, or a feature of the program.
-    """
+    """An op or feature of a program that needs a certain opset."""
 
     opset: Opset
     what: str

@@ -115,9 +115,6 @@ class AdapterFile:
     """A saved adapter, not yet matched to a model.
 
     Attributes:
-        name: Name of the adapter in the names of methods.
-        folder: The folder that was read.
-        config: The adapter's configuration.
         tensors: fp32 tensors by module and part.
     """
 
@@ -426,7 +423,6 @@ class _Field:
 
     Attributes:
         default: peft's default.
-        accepts: Whether a value is valid.
         expected: Description of valid values, for the error message.
     """
 

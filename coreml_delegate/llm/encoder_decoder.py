@@ -73,9 +73,6 @@ class EncoderDecoder(nn.Module):
             spectrograms, whose number of frames is in the configuration.
 
     Attributes:
-        model: The model.
-        kind: Kind of the encoder's source.
-        context: Number of tokens of the longest answer.
         source: Number of tokens or frames.
         layers: Shapes of the self-attention cache of each decoder layer.
         cross: Shapes of the cross-attention cache of each decoder layer.

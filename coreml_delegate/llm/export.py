@@ -270,11 +270,9 @@ class Forward(nn.Module):
     caches have room for padding after the last token of the context.
 
     Args:
-        decoder: The model.
         length: Number of tokens of a chunk.
         context: Number of tokens of the longest text.
         selection: Tokens to return in place of logits; None for logits.
-        suffix: Suffix of the buffers' names.
     """
 
     def __init__(

@@ -47,9 +47,6 @@ class BlobStorageWriter:
     """Writer of a weight file, with the methods that coremltools calls.
 
     Each takes numbers, [count], and returns the offset of the weight's record in bytes.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: str) -> None:
@@ -80,9 +77,6 @@ class BlobStorageReader:
     """Reader of a weight file, with the methods that coremltools calls.
 
     Each takes the offset of a weight's record in bytes and returns its numbers, [count].
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: str) -> None:

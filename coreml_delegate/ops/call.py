@@ -96,7 +96,6 @@ class OpCall:
     """A call of an ATen op in a graph.
 
     Attributes:
-        node: The call.
         arguments: By schema name, defaults included.
         constants: The stored constants of the graph; see ``ops.constants``.
     """

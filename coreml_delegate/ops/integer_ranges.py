@@ -194,8 +194,6 @@ class _Operands:
     """Bounds of the arguments of a call.
 
     Attributes:
-        call: The call.
-        ranges: Bounds of preceding nodes.
         sizes: Ranges of the symbols in sizes.
     """
 

@@ -34,7 +34,6 @@ class StoredWeight:
     """A weight tensor in storage.
 
     Attributes:
-        name: Name of the value in the program.
         shape: Shape of the decompressed tensor.
         dtype: Element type of the decompressed tensor.
         scheme: ``dense``, or words such as ``affine``, ``blockwise``, ``lut`` and ``sparse``.

@@ -1,5 +1,7 @@
 """Rewrites of programs that ExecuTorch could not write to a ``.pte``, or could not lower.
 
+Each takes a program in ATen dialect, which it does not change.
+
 **Containers.** ExecuTorch writes the nesting of inputs and results into a ``.pte``, with the names
 under which container classes are registered with torch. Named tuples have no such name. The names
 of parameters, and of members of named tuples and dataclasses, are written if the containers are
@@ -70,9 +72,6 @@ def name_values(program: ExportedProgram) -> ExportedProgram:
 
     Positional inputs become keyword inputs with the names of their parameters. Containers with
     named members become dicts, other unregistered containers tuples.
-
-    Args:
-        program: In any dialect; it is not changed. Its graph is shared.
     """
     entries = [_with_names(entry) for entry in program.module_call_graph]
     if entries == list(program.module_call_graph):
@@ -128,11 +127,7 @@ def _has_name(spec: pytree.TreeSpec) -> bool:
 
 
 def drop_text_results(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with None in place of returned texts.
-
-    Args:
-        program: In any dialect; it is not changed.
-    """
+    """Return ``program`` with None in place of returned texts."""
     specs = program.graph_signature.output_specs
     texts = {
         n: spec.arg.value
@@ -161,11 +156,7 @@ def drop_text_results(program: ExportedProgram) -> ExportedProgram:
 
 
 def drop_empty_parts(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with empty tensors dropped from concatenations.
-
-    Args:
-        program: In ATen dialect; it is not changed.
-    """
+    """Return ``program`` with empty tensors dropped from concatenations."""
     has_empty_part = any(
         node.target is _ATEN.cat.default
         and any(_is_empty(part.meta["val"]) for part in node.args[0])
@@ -195,9 +186,6 @@ def drop_assertions(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` without assertions and nodes that only they use, branches included.
 
     Assertions on numbers that sizes depend on stay: torch derives bounds of sizes from them.
-
-    Args:
-        program: In ATen dialect; it is not changed.
     """
     if not any(_unused_assertions(graph) for graph in _graphs(program.graph_module)):
         return program
@@ -280,11 +268,7 @@ _EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 def decompose_without_out_variant(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with ops without an out variant replaced by equal functions of torch.
-
-    Args:
-        program: In ATen dialect; it is not changed.
-    """
+    """Return ``program`` with ops without an out variant replaced by equal functions of torch."""
     targets = {node.target for graph in _graphs(program.graph_module) for node in graph.nodes}
     table: dict[Any, Callable[..., Any]] = {
         op: _EQUIVALENTS[str(op)] for op in targets if str(op) in _EQUIVALENTS
@@ -293,11 +277,7 @@ def decompose_without_out_variant(program: ExportedProgram) -> ExportedProgram:
 
 
 def stride_over_bases(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with ``as_strided`` applied to the tensor whose memory its argument views.
-
-    Args:
-        program: In ATen dialect; it is not changed.
-    """
+    """Return ``program`` with ``as_strided`` applied to the tensor that its argument views."""
     for node in filter(_strides_over_unknown_sizes, program.graph.nodes):
         _logger.warning(
             "%s strides over the memory of a view whose sizes are known only when the program runs."
@@ -390,9 +370,6 @@ def drop_linear_algebra_checks(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` with linear algebra ops that do not check their results.
 
     A singular matrix then gives infinities.
-
-    Args:
-        program: In ATen dialect; it is not changed.
     """
     targets = {node.target for node in program.graph.nodes}
     table: dict[Any, Callable[..., Any]] = {

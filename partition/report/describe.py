@@ -173,9 +173,6 @@ class _Partitions:
     """The data for the reports on the partitions of a program.
 
     Attributes:
-        program: The tagged program.
-        options: The partitioner's.
-        proof: The proof that has converted the partitions.
         inside: Constants that partitions contain.
         states: Mutable buffers that are states, with their new values, by tag of the partition.
     """

@@ -64,13 +64,7 @@ class Panel:
 def to_html(
     report: ProgramRecord, title: str, device: Sequence[DeviceFinding] | None = None
 ) -> str:
-    """Return the page.
-
-    Args:
-        report: The report.
-        title: Title of the page.
-        device: Findings of a check of the lowered program; None if it was not checked.
-    """
+    """Return the page."""
     anchors = {node.name: f"node-{n}" for n, node in enumerate(report.nodes)}
     divided = sections(report.nodes) if len(report.nodes) > _MAX_UNDIVIDED else []
     panels = [

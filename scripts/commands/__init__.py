@@ -12,9 +12,7 @@ class Command:
     """One subcommand.
 
     Attributes:
-        name: As typed.
         summary: One line for the list of commands, without a final full stop.
-        description: A sentence or two for its own help.
         add_arguments: Declares its arguments; imports nothing slow.
         run: Runs it and returns the exit code; slow imports belong here.
     """

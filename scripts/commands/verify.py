@@ -233,8 +233,6 @@ class Operation:
 
     Attributes:
         name: Its debug symbol, or the name of its kernel.
-        calls: Names of the calls in the exported program.
-        sqnr_db: Ratio of signal to error, in dB.
     """
 
     name: str
@@ -348,15 +346,7 @@ def print_results(
     against: Execution | None = None,
     as_json: bool,
 ) -> None:
-    """Print the accuracy of every output.
-
-    Args:
-        results: Accuracy by output name.
-        execution: The engines that computed the outputs.
-        operations: Accuracy of operations, if it is known.
-        against: The engines that computed the outputs to compare with; None for a model.
-        as_json: Whether to write JSON.
-    """
+    """Print the accuracy of every output."""
     if as_json:
         outputs = {
             name: {

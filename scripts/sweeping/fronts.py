@@ -18,9 +18,7 @@ class Measure:
     """A number that a record may have.
 
     Attributes:
-        title: Head of its column.
         value: Returns the number of a record, or None.
-        text: Formats a value.
         difference: Formats the difference between an earlier value and a later value.
         optional: Whether a column without any value is left out.
     """
@@ -165,11 +163,7 @@ def fronts(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 class Earlier:
-    """The rows of an earlier sweep, found by model and options.
-
-    Args:
-        rows: The rows.
-    """
+    """The rows of an earlier sweep, found by model and options."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = {_identity(row): row for row in rows}

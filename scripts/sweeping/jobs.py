@@ -27,10 +27,7 @@ class Model:
 
     Attributes:
         source: As SOURCE of ``export``.
-        weights: State dict to load, or None.
         input_shape: Shapes of random float32 inputs; empty for the source's own example inputs.
-        seed: Seed of random weights and inputs.
-        calibration: Data to calibrate with, or None.
         calibration_samples: Number of calibration samples read at most.
         data: Data to compare on, or None for random inputs.
         samples: Number of samples of ``data`` to compare on at most, None for all; without ``data``
@@ -80,9 +77,6 @@ class Job:
 
     Attributes:
         name: Unique in its sweep, for a reader: ``net[float16-int8-weight]``.
-        label: The model's name in the file.
-        model: The model.
-        options: The options.
     """
 
     name: str

@@ -34,15 +34,7 @@ _TICKS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A job in a drawing.
-
-    Attributes:
-        name: The job's name.
-        x: Position in pixels.
-        y: Position in pixels.
-        values_text: Its cost and its SQNR.
-        best: Whether it is on the front.
-    """
+    """A job in a drawing."""
 
     name: str
     x: float
@@ -56,8 +48,6 @@ class Drawing:
     """The jobs of one model by a cost and by SQNR.
 
     Attributes:
-        model: The model's name.
-        title: The cost's title.
         points: The jobs, those on the front last.
         front: Corners of the front's line.
         across: Positions and texts of the ticks of the cost's scale.
@@ -89,15 +79,7 @@ def to_html(
     earlier: Earlier | None = None,
     compared: str = "",
 ) -> str:
-    """Return one page, which needs no network.
-
-    Args:
-        rows: The rows.
-        title: Name of the sweep.
-        skipped: Combinations that are no jobs.
-        earlier: Rows to compare with, or None.
-        compared: Folder of the earlier rows.
-    """
+    """Return one page, which needs no network."""
     measures = columns(rows)
     drawings = [
         drawing

@@ -59,7 +59,6 @@ class Limits:
     """The time and memory that a job may take.
 
     Attributes:
-        seconds: Wall-clock time; None for no limit.
         memory: Bytes of resident memory; None for no limit.
     """
 
@@ -69,12 +68,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A combination that is no job, because its options exclude each other.
-
-    Attributes:
-        name: Named like a job.
-        reason: The reason, for a reader.
-    """
+    """A combination that is no job, because its options exclude each other."""
 
     name: str
     reason: str
@@ -87,9 +81,6 @@ class SweepFile:
     Attributes:
         folder: The folder of the file, absolute.
         jobs: In the order of the file.
-        skipped: Combinations that are no jobs.
-        limits: Time and memory that a job may take.
-        parallel: Jobs at a time.
         repeat: Number of runs for the median latency; 0 for no latency.
     """
 

@@ -13,13 +13,7 @@ from coreml_delegate.scripts.sweeping.sweep_file import Skipped
 def to_table(
     rows: Sequence[Row], skipped: Sequence[Skipped] = (), earlier: Earlier | None = None
 ) -> str:
-    """Return the rows with all measures, and the problems below them.
-
-    Args:
-        rows: The rows.
-        skipped: Combinations that are no jobs.
-        earlier: Rows to compare with, or None.
-    """
+    """Return the rows with all measures, and the problems below them."""
     best = fronts(rows)
     measures = columns(rows)
     heads = [measure.title for measure in measures]

@@ -120,6 +120,11 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
+def decibels(value: float) -> str:
+    """Return a ratio of signal to error for a reader; it is infinite if values are equal."""
+    return "equal" if value == float("inf") else f"{value:.1f} dB"
+
+
 @contextmanager
 def step(description: str) -> Generator[None]:
     """Show that a long step is under way, if stderr is a terminal."""

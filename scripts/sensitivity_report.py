@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 from dataclasses import dataclass
@@ -39,17 +38,17 @@ def to_table(sensitivity: Sensitivity) -> str:
     rows: list[tuple[str, ...]] = [("layer", "kind", "weights", "SQNR alone", "suggested")]
     for layer in sensitivity.layers:
         suggested = _suggested(sensitivity, layer.path)
-        alone = format_decibels(layer.sqnr_db)
+        alone = console.decibels(layer.sqnr_db)
         rows.append((layer.path, layer.kind, str(layer.weights), alone, suggested))
     uniform = QuantizationAssignment(sensitivity.mode)
     relieved = len(sensitivity.suggestion.modules)
     return "\n".join(
         (
             console.columns(rows),
-            f"all by {sensitivity.mode.name}: {format_decibels(sensitivity.uniform_db)}, "
+            f"all by {sensitivity.mode.name}: {console.decibels(sensitivity.uniform_db)}, "
             f"{sensitivity.bits(uniform):.2f} bits per weight",
             f"suggested, {relieved} of {len(sensitivity.layers)} layers in other modes: "
-            f"{format_decibels(sensitivity.suggested_db)}, "
+            f"{console.decibels(sensitivity.suggested_db)}, "
             f"{sensitivity.bits(sensitivity.suggestion):.2f} bits per weight",
         )
     )
@@ -58,7 +57,7 @@ def to_table(sensitivity: Sensitivity) -> str:
 def to_html(sensitivity: Sensitivity) -> str:
     """Return one page, which needs no network: the total loss, the bars and the suggestion."""
     chart = _chart(sensitivity)
-    return _template().render(
+    return page_template("coreml_delegate.scripts", _TEMPLATE, decibels=console.decibels).render(
         sensitivity=sensitivity,
         chart=chart,
         row=_ROW,
@@ -105,10 +104,10 @@ def to_png(sensitivity: Sensitivity) -> bytes:
 def _heading(pen: _Pen, sensitivity: Sensitivity) -> None:
     title = f"SQNR with one layer quantized by {sensitivity.mode.name}"
     facts = (
-        f"all: {format_decibels(sensitivity.uniform_db)}   "
+        f"all: {console.decibels(sensitivity.uniform_db)}   "
         f"suggested, {len(sensitivity.suggestion.modules)} layers in other modes: "
-        f"{format_decibels(sensitivity.suggested_db)}   "
-        f"line: {format_decibels(sensitivity.target_db)}"
+        f"{console.decibels(sensitivity.suggested_db)}   "
+        f"line: {console.decibels(sensitivity.target_db)}"
     )
     pen.text(_MARGIN, 16, title, _INK, "lm", size=15)
     pen.text(_MARGIN, 38, facts, _SOFT, "lm")
@@ -184,7 +183,7 @@ def _chart(sensitivity: Sensitivity) -> _Chart:
         _Bar(
             label=_shorten(layer.path),
             path=layer.path,
-            value=format_decibels(layer.sqnr_db),
+            value=console.decibels(layer.sqnr_db),
             length=position(layer.sqnr_db),
             relieved=layer.path in sensitivity.suggestion.modules,
             suggested=_suggested(sensitivity, layer.path),
@@ -200,16 +199,6 @@ def _chart(sensitivity: Sensitivity) -> _Chart:
 def _shorten(path: str) -> str:
     """Return a path that fits into a label; its end says most, so the front is cut."""
     return path if len(path) <= _LETTERS else f"…{path[1 - _LETTERS :]}"
-
-
-def format_decibels(value: float) -> str:
-    """Return an SQNR for a reader."""
-    return "equal" if value == float("inf") else f"{value:.1f} dB"
-
-
-@functools.cache
-def _template() -> Any:
-    return page_template("coreml_delegate.scripts", _TEMPLATE, decibels=format_decibels)
 
 
 def _suggested(sensitivity: Sensitivity, path: str) -> str:

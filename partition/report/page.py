@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from coreml_delegate.partition.report.drawing import (
 from coreml_delegate.partition.report.records import DeviceFinding, NodeReport, ProgramRecord
 from coreml_delegate.partition.report.table import quantity
 
+_PACKAGE = "coreml_delegate.partition.report"
 _TEMPLATE = "page.html.j2"
 _MAX_UNDIVIDED = 300  # nodes up to which the graph is one picture
 _LABEL = 24  # characters of a box's label
@@ -71,7 +71,8 @@ def to_html(
         Panel(f"section-{n}", section, _nodes(section.nodes, anchors))
         for n, section in enumerate(divided)
     ]
-    return _template().render(
+    template = page_template(_PACKAGE, _TEMPLATE, quantity=quantity, label=_truncate)
+    return template.render(
         title=title,
         report=report,
         device=device,
@@ -84,12 +85,6 @@ def to_html(
         box_width=BOX_WIDTH,
         box_height=BOX_HEIGHT,
     )
-
-
-@functools.cache
-def _template() -> Any:
-    package = "coreml_delegate.partition.report"
-    return page_template(package, _TEMPLATE, quantity=quantity, label=_truncate)
 
 
 def _truncate(text: str) -> str:

@@ -170,8 +170,8 @@ def _write(
     skipped: Sequence[Skipped],
     earlier: Earlier | None,
 ) -> None:
+    from coreml_delegate.scripts.sweeping.fronts import to_table
     from coreml_delegate.scripts.sweeping.page import to_html
-    from coreml_delegate.scripts.sweeping.table import to_table
 
     page = to_html(
         rows,

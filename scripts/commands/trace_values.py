@@ -97,7 +97,7 @@ def _print(diagnoses: Sequence[tuple[str, Diagnosis]], worst: int) -> None:
         rows = [("SQNR", "max", "op", "output", "location", "fault")]
         rows += [
             (
-                "equal" if value.sqnr_db == float("inf") else f"{value.sqnr_db:.1f} dB",
+                console.decibels(value.sqnr_db),
                 f"{value.max_abs:.4g}",
                 value.op_type,
                 value.name,

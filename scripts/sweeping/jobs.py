@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.quantization import QuantizationAssignment, mode_of
-from coreml_delegate.scripts.arguments import ENGINES, PRECISIONS
+from coreml_delegate.quantization import QuantizationAssignment
+from coreml_delegate.scripts.arguments import PRECISIONS
 from coreml_delegate.targets import Opset
 
 NONE: Final = "none"
@@ -95,33 +95,6 @@ class Job:
         model["input_shape"] = tuple(tuple(shape) for shape in model["input_shape"])
         options = Options(**document["options"])
         return cls(document["name"], document["label"], Model(**model), options)
-
-
-def check_precision(name: str, value: str) -> None:
-    """Check a value of ``precision``."""
-    _check_choice(name, value, PRECISIONS)
-
-
-def check_engine(name: str, value: str) -> None:
-    """Check a value of ``engine``."""
-    _check_choice(name, value, ENGINES)
-
-
-def check_quantize(_name: str, value: str) -> None:
-    """Check the form of a value of ``quantize``."""
-    if value != NONE and not value.endswith(CONFIG_SUFFIX):
-        mode_of(value)
-
-
-def check_target(_name: str, value: str) -> None:
-    """Check a value of ``target``."""
-    if value != AUTO:
-        Opset.from_target_name(value)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise OptionError(f"unknown {name}", got=repr(value), expected=", ".join(choices))
 
 
 def obstacle(options: Options, assignment: QuantizationAssignment | None) -> str | None:

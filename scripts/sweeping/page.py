@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from coreml_delegate.formats.html_pages import page_template
 from coreml_delegate.scripts.sweeping.fronts import (
@@ -18,11 +17,11 @@ from coreml_delegate.scripts.sweeping.fronts import (
     columns,
     fronts,
     points_of,
+    problems,
     unbeaten,
 )
 from coreml_delegate.scripts.sweeping.records import Row
 from coreml_delegate.scripts.sweeping.sweep_file import Skipped
-from coreml_delegate.scripts.sweeping.table import problems
 
 _TEMPLATE: Final = "sweep_page.html.j2"
 
@@ -80,33 +79,23 @@ def to_html(
     compared: str = "",
 ) -> str:
     """Return one page, which needs no network."""
-    measures = columns(rows)
+    measures, best = columns(rows), fronts(rows)
     drawings = [
         drawing
         for model, model_rows in by_model(rows).items()
         for cost in COSTS
         if (drawing := _draw(model, model_rows, cost)) is not None
     ]
-    return _template().render(
+    return page_template("coreml_delegate.scripts", _TEMPLATE).render(
         title=title,
         heads=[measure.title for measure in measures],
-        rows=[(row, _cells(row, measures, earlier), best) for row, best in _with_fronts(rows)],
+        rows=[(row, _cells(row, measures, earlier), best[row.name]) for row in rows],
         drawings=drawings,
         problems=problems(rows, skipped),
         compared=compared if earlier is not None else None,
         gone=[] if earlier is None else earlier.removed(rows),
         frame={"left": _LEFT, "right": _RIGHT, "top": _TOP, "bottom": _BOTTOM},
     )
-
-
-@functools.cache
-def _template() -> Any:
-    return page_template("coreml_delegate.scripts", _TEMPLATE)
-
-
-def _with_fronts(rows: Sequence[Row]) -> list[tuple[Row, list[str]]]:
-    best = fronts(rows)
-    return [(row, best[row.name]) for row in rows]
 
 
 def _cells(row: Row, measures: Sequence[Measure], earlier: Earlier | None) -> list[Cell]:

@@ -262,7 +262,8 @@ def _add_instruction(
     results = [value for value in flat if value not in defined]
     if isinstance(instruction, KernelCall):
         last = _flat(method, instruction.args[-1:])
-        results = list(dict.fromkeys([*results, *(v for v in last if _is_tensor(method, v))]))
+        tensors = (value for value in last if isinstance(method.values[value], TensorSpec))
+        results = list(dict.fromkeys([*results, *tensors]))
     operands = [value for value in flat if value not in results]
     defined.update(results)
     if isinstance(instruction, DelegateCall) and instruction.delegate in partitions:
@@ -288,10 +289,6 @@ def _flat(method: MethodInfo, values: Iterable[int]) -> Iterator[int]:
             yield from _flat(method, (item for item in spec.items if item >= 0))
         else:
             yield value
-
-
-def _is_tensor(method: MethodInfo, value: int) -> bool:
-    return isinstance(method.values[value], TensorSpec)
 
 
 def _add_delegate(

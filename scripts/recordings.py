@@ -154,7 +154,12 @@ def record(
             for path, content in files_of(loading.path, loading.data)
         ),
         run=Run(execution.engines, ", ".join(sorted(hosts - {""})), loading.compute_units()),
-        machine=_machine(),
+        machine={
+            "system": platform.system(),
+            "release": platform.release(),
+            "architecture": platform.machine(),
+            "processor": machine.processor(),
+        },
         versions=_versions(),
         calls=tuple(calls),
         states={name: tensors for name, tensors in states.items() if tensors},
@@ -247,15 +252,6 @@ def _versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     return {**versions, "macos": platform.mac_ver()[0] or None}
-
-
-def _machine() -> dict[str, str | None]:
-    return {
-        "system": platform.system(),
-        "release": platform.release(),
-        "architecture": platform.machine(),
-        "processor": machine.processor(),
-    }
 
 
 def describe(recording: Recording) -> dict[str, Any]:

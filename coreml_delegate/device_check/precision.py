@@ -86,7 +86,11 @@ def _units_in_vain(evidence: Evidence) -> Iterator[Details]:
 def _islands(view: FunctionView) -> Iterator[Details]:
     if _computes_only_fp32(view):
         return
-    inside = [op for op in view.ops if op.type != _CAST and _has_result(op, DType.FP32)]
+    inside = [
+        op
+        for op in view.ops
+        if op.type != _CAST and any(kind.dtype is DType.FP32 for _, kind in tensors(op.outputs))
+    ]
     for island in _connected(view, inside):
         kinds = Counter(op.type for op in island)
         listed = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
@@ -110,10 +114,6 @@ def _connected(view: FunctionView, ops: Iterable[Op]) -> Iterator[list[Op]]:
         if id(group[op]) not in seen:
             seen.add(id(group[op]))
             yield sorted(group[op], key=position.__getitem__)
-
-
-def _has_result(op: Op, dtype: DType) -> bool:
-    return any(kind.dtype is dtype for _, kind in tensors(op.outputs))
 
 
 def _other_types(view: FunctionView) -> Iterator[Details]:

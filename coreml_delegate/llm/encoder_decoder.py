@@ -91,7 +91,9 @@ class EncoderDecoder(nn.Module):
         self.model = model
         self.kind = source_kind(model.main_input_name)
         _refuse_experts(model)
-        self.source = _frame_count(model.config) if source is None else source
+        if source is None:  # frames of a spectrogram
+            source = _FRAMES_PER_POSITION * model.config.max_source_positions
+        self.source = source
         self._refusal = f"{type(model).__name__} does not compute with caches of keys and values"
         with torch.no_grad(), wrap_errors(self._refusal, kind=LoweringError):
             trials = [self._run_trial(source) for source in self._sources()]
@@ -305,8 +307,3 @@ def _initialized_layers(cache: Any) -> tuple[LayerCache, ...]:
     used = type(cache)()
     used.layers = [layer for layer in cache.layers if layer.is_initialized]
     return read_layers(used)
-
-
-def _frame_count(config: Any) -> int:
-    """Return the number of frames of a spectrogram."""
-    return _FRAMES_PER_POSITION * config.max_source_positions

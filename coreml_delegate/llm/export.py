@@ -144,7 +144,7 @@ def _method_modules(
             decoder, layout.chunk, layout.context, selection=layout.selection, suffix=suffix
         )
         return [(forward, (chunk, position, last))]
-    caches = _empty_caches(decoder, layout.context)
+    caches = [c for layer in decoder.layers for c in layer.empty(layout.context, 0).values()]
     return [
         (Decode(decoder, layout.selection), (decoder.inputs(1), position, caches)),
         (Prefill(decoder, layout.selection), (chunk, position, last, caches)),
@@ -312,10 +312,6 @@ class Forward(nn.Module):
 
 def _select(logits: torch.Tensor, selection: Selection | None) -> tuple[torch.Tensor, ...]:
     return (logits,) if selection is None else selection.select(logits)
-
-
-def _empty_caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
-    return [empty for layer in decoder.layers for empty in layer.empty(context, 0).values()]
 
 
 def _quantize(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:

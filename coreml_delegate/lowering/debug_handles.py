@@ -63,7 +63,7 @@ def number_calls(program: ExportedProgram) -> dict[int, NumberedCall]:
     number: dict[Node, int] = {}
     numbers = itertools.count(1)
     for node in _calls(program):
-        number[node] = number[_producer(node)] if _is_item(node) else next(numbers)
+        number[node] = number[node.all_input_nodes[0]] if _is_item(node) else next(numbers)
         node.meta[HANDLE] = number[node]
     users: dict[int, dict[int, None]] = {n: {} for n in number.values()}
     sources: dict[int, dict[int, None]] = {n: {} for n in number.values()}
@@ -239,10 +239,6 @@ def _calls(program: ExportedProgram) -> Iterator[Node]:
 
 def _is_item(node: Node) -> bool:
     return target_name(node.target) == GETITEM and isinstance(node.args[0], Node)
-
-
-def _producer(item: Node) -> Node:
-    return item.all_input_nodes[0]
 
 
 def _shapes(value: Any) -> Iterator[tuple[int | None, ...]]:

@@ -124,10 +124,6 @@ def _spec_of(package: Path) -> Path:
     return package / locate_spec(map_folder(package))
 
 
-def _weights_of(package: Path) -> Path:
-    return _spec_of(package).with_name(WEIGHTS)
-
-
 def _load_spec(path: str) -> Any:
     """Read the specification of an ``.mlmodel`` or an mlpackage."""
     file = Path(path)
@@ -138,7 +134,7 @@ def _load_spec(path: str) -> Any:
 
 def _find_weights(path: str) -> str | None:
     """Return the weights folder of an mlpackage, None if missing."""
-    weights = _weights_of(Path(path))
+    weights = _spec_of(Path(path)).with_name(WEIGHTS)
     return str(weights) if weights.is_dir() else None
 
 

@@ -305,9 +305,10 @@ def _check_boundary(program: ExportedProgram) -> None:
         for spec in specs:
             node = values.get(str(getattr(spec.arg, "name", None)))
             if spec.kind in kinds and node is not None and _has_complex_value(node):
+                dtypes = (str(t.dtype).removeprefix("torch.") for t in _tensors(node))
                 raise LoweringError(
                     f"the model {obstacle}, which Core ML does not have",
-                    got=f"{node.name} of {_dtype_name(node)}",
+                    got=f"{node.name} of {', '.join(dtypes)}",
                     expected="real tensors",
                     remedy=remedy,
                 )
@@ -342,10 +343,6 @@ def _unsupported(node: Node, obstacle: str, remedy: str | None = None) -> Unsupp
         expected="the operators of docs/complex.md",
         remedy=remedy or _WRITE_REAL,
     )
-
-
-def _dtype_name(node: Node) -> str:
-    return ", ".join(str(t.dtype).removeprefix("torch.") for t in _tensors(node))
 
 
 def _nodes(program: ExportedProgram) -> Iterator[Node]:

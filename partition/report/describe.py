@@ -194,7 +194,7 @@ class _Partitions:
         leaving = [
             node
             for node in group
-            if not _has_several_results(node)
+            if not isinstance(node.meta.get("val"), list | tuple)
             and any(user not in members for user in node.users)
             and node not in private
         ]
@@ -273,11 +273,6 @@ def _describe_op(call: Node) -> str:
 def _most_frequent_first(counts: Counter[str]) -> list[tuple[str, int]]:
     """Return counts in descending order, equal counts by name."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-
-
-def _has_several_results(node: Node) -> bool:
-    """Return whether a call has several results, which are partition outputs one by one."""
-    return isinstance(node.meta.get("val"), list | tuple)
 
 
 def _total_bytes(nodes: Iterable[Node]) -> int:

@@ -80,7 +80,10 @@ def to_html(
         overview=_overview(panels) if panels else _nodes(report.nodes, anchors),
         panels=panels,
         anchors=anchors,
-        colours={tag: _colour(n) for n, tag in enumerate(report.tags)},
+        colours={
+            tag: f"hsl({(200 + n * _GOLDEN_ANGLE) % 360:.0f} 62% 82%)"
+            for n, tag in enumerate(report.tags)
+        },
         details={anchors[node.name]: _details(node) for node in report.nodes},
         box_width=BOX_WIDTH,
         box_height=BOX_HEIGHT,
@@ -133,10 +136,6 @@ def _short(op: str) -> str:
     namespace, _, qualified = op.partition(".")
     name = qualified if namespace in ("aten", "operator") else op
     return name.removesuffix(".default")
-
-
-def _colour(number: int) -> str:
-    return f"hsl({(200 + number * _GOLDEN_ANGLE) % 360:.0f} 62% 82%)"
 
 
 def _details(node: NodeReport) -> dict[str, Any]:

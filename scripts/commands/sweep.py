@@ -108,9 +108,10 @@ def run(args: argparse.Namespace) -> int:
         raise ProgramError(f"{failed} of {len(rows)} jobs have no result", got=_reasons(rows))
     lacking = [row for row in rows if row.record.missing_kernels]
     if lacking and not args.allow_missing_kernels:
+        operators = {operator for row in lacking for operator in row.record.missing_kernels}
         raise MissingKernelError(
             f"no device loads the programs of {len(lacking)} of {len(rows)} jobs",
-            got=f"no kernel for {', '.join(sorted(_missing_kernels(lacking)))}",
+            got=f"no kernel for {', '.join(sorted(operators))}",
             remedy="Register kernels with the app, or pass --allow-missing-kernels",
         )
     return 0
@@ -186,10 +187,6 @@ def _write(
         console.write_json({"jobs": document, "skipped": {s.name: s.reason for s in skipped}})
     else:
         console.write(to_table(rows, skipped, earlier))
-
-
-def _missing_kernels(rows: Sequence[Row]) -> set[str]:
-    return {operator for row in rows for operator in row.record.missing_kernels}
 
 
 def _reasons(rows: Sequence[Row]) -> str:

@@ -74,15 +74,6 @@ def demands_of(program: Program) -> list[Demand]:
     return sorted(newer, key=lambda demand: (-demand.opset, demand.what))
 
 
-def oldest_opset(program: Program) -> Opset:
-    """Return the oldest opset that can express a program.
-
-    Raises:
-        OptionError: A function has an unknown opset.
-    """
-    return max((demand.opset for demand in demands_of(program)), default=_OLDEST)
-
-
 def _boundary(function: Function) -> Iterator[Demand]:
     """Yield the demands of the inputs, outputs and states of a function."""
     if function.states:

@@ -14,6 +14,7 @@ from coreml_delegate.device_check.records import (
     Place,
     Rule,
     each_function,
+    view_details,
 )
 from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.diagnosis import Fault, ValueReport
@@ -94,8 +95,8 @@ def _islands(view: FunctionView) -> Iterator[Details]:
     for island in _connected(view, inside):
         kinds = Counter(op.type for op in island)
         listed = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-        places = tuple(Place.of(view, op) for op in island)
-        yield Details(view.delegate, view.function.name, f"{len(island)} in fp32: {listed}", places)
+        places = (Place.of(view, op) for op in island)
+        yield view_details(view, f"{len(island)} in fp32: {listed}", places)
 
 
 def _connected(view: FunctionView, ops: Iterable[Op]) -> Iterator[list[Op]]:
@@ -127,8 +128,7 @@ def _other_types(view: FunctionView) -> Iterator[Details]:
             by_dtype.setdefault(kinds[0], []).append(op)
     for dtype, ops in by_dtype.items():
         kinds = ", ".join(f"{kind} {n}" for kind, n in Counter(op.type for op in ops).most_common())
-        places = tuple(Place.of(view, op) for op in ops)
-        yield Details(view.delegate, view.function.name, f"{dtype.label}: {kinds}", places)
+        yield view_details(view, f"{dtype.label}: {kinds}", (Place.of(view, op) for op in ops))
 
 
 def _overflows(evidence: Evidence) -> Iterator[Details]:

@@ -259,12 +259,24 @@ def each_function(
     return examine
 
 
-def group_by_value(
-    view: FunctionView, occurrences: Iterable[tuple[str, Place]], **fields: Any
-) -> Iterator[Details]:
-    """Group occurrences by their value; yield the details of one finding per value."""
-    places: dict[str, list[Place]] = {}
-    for got, place in occurrences:
-        places.setdefault(got, []).append(place)
-    for got, listed in places.items():
-        yield Details(view.delegate, view.function.name, got, tuple(listed), **fields)
+def each_value(
+    look: Callable[[FunctionView], Iterable[tuple[str, Place]]],
+) -> Callable[[Evidence], Iterator[Details]]:
+    """Return an examination that yields one finding per function and observed value.
+
+    Args:
+        look: Yields the occurrences in a function: the value as text, and the place.
+    """
+
+    def examine(view: FunctionView) -> Iterator[Details]:
+        places: dict[str, list[Place]] = {}
+        for got, place in look(view):
+            places.setdefault(got, []).append(place)
+        return (view_details(view, got, listed) for got, listed in places.items())
+
+    return each_function(examine)
+
+
+def view_details(view: FunctionView, got: str, places: Iterable[Place]) -> Details:
+    """Return the details of a finding in a function."""
+    return Details(view.delegate, view.function.name, got, tuple(places))

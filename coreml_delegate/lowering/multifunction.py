@@ -312,17 +312,13 @@ def _group_by_common_weights(models: Sequence[FunctionModel]) -> list[list[int]]
     groups: list[tuple[set[object], list[int]]] = []
     for index, model in enumerate(models):
         keys: set[object] = set(model.weights)
-        joined = [group for group in groups if group[0] & keys]
-        groups = [group for group in groups if not group[0] & keys]
-        groups.append(
-            (keys.union(*(group[0] for group in joined)), sorted([index, *_members(joined)]))
-        )
+        members = [index]
+        for group in [group for group in groups if group[0] & keys]:
+            groups.remove(group)
+            keys |= group[0]
+            members += group[1]
+        groups.append((keys, sorted(members)))
     return sorted(members for _, members in groups)
-
-
-def _members(groups: Iterable[tuple[set[object], list[int]]]) -> Iterator[int]:
-    for _, members in groups:
-        yield from members
 
 
 def _target_reason(models: Sequence[FunctionModel]) -> str:

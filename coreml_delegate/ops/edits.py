@@ -6,7 +6,7 @@ it, and it becomes the last call itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -135,6 +135,13 @@ def positional(*names: str) -> Rewrite:
         become(node, node.target, *(cast(node, arguments[n], dtype) for n in names))
 
     return rewrite
+
+
+def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram:
+    """Return ``program`` with the ops of a table decomposed; unchanged if it calls none of them."""
+    targets = {node.target for node in program.graph.nodes}
+    present = {op: function for op, function in table.items() if op in targets}
+    return program.run_decompositions(present) if present else program
 
 
 def all_nodes(program: ExportedProgram) -> Iterator[Node]:

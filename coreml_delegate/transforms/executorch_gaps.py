@@ -47,7 +47,14 @@ from torch.fx.node import map_arg
 
 from coreml_delegate.exported.containers import keys_of
 from coreml_delegate.ops.boundary import is_row_major
-from coreml_delegate.ops.edits import arguments_of, insert, set_arguments, value_of
+from coreml_delegate.ops.edits import (
+    all_nodes,
+    arguments_of,
+    decompose,
+    insert,
+    set_arguments,
+    value_of,
+)
 from coreml_delegate.ops.sizes import is_size
 from coreml_delegate.patches.torch import OpOverload, pytree, schema_of, share_memory, with_parts
 
@@ -162,11 +169,7 @@ def drop_empty_parts(program: ExportedProgram) -> ExportedProgram:
         and any(_is_empty(part.meta["val"]) for part in node.args[0])
         for node in program.graph.nodes
     )
-    return (
-        program.run_decompositions({_ATEN.cat.default: _without_empty})
-        if has_empty_part
-        else program
-    )
+    return decompose(program, {_ATEN.cat.default: _without_empty} if has_empty_part else {})
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
@@ -269,10 +272,8 @@ _EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 def decompose_without_out_variant(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` with ops without an out variant replaced by equal functions of torch."""
-    targets = {node.target for graph in _graphs(program.graph_module) for node in graph.nodes}
-    table: dict[Any, Callable[..., Any]] = {
-        op: _EQUIVALENTS[str(op)] for op in targets if str(op) in _EQUIVALENTS
-    }
+    targets = {node.target for node in all_nodes(program)}
+    table: Any = {op: _EQUIVALENTS[str(op)] for op in targets if str(op) in _EQUIVALENTS}
     return program.run_decompositions(table) if table else program
 
 
@@ -371,11 +372,8 @@ def drop_linear_algebra_checks(program: ExportedProgram) -> ExportedProgram:
 
     A singular matrix then gives infinities.
     """
-    targets = {node.target for node in program.graph.nodes}
-    table: dict[Any, Callable[..., Any]] = {
-        op: _unchecked_call(op, unchecked) for op, unchecked in _UNCHECKED.items() if op in targets
-    }
-    return program.run_decompositions(table) if table else program
+    table = {op: _unchecked_call(op, unchecked) for op, unchecked in _UNCHECKED.items()}
+    return decompose(program, table)
 
 
 _UNCHECKED: Mapping[OpOverload, OpOverload] = MappingProxyType(

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from coreml_delegate.ops.call import GETITEM
 from coreml_delegate.partition.report.records import (
-    BufferReport,
     NodeReport,
     PartitionReport,
     ProgramRecord,
@@ -47,7 +46,9 @@ def _lines(report: ProgramRecord) -> Iterator[str]:
         for name, shapes in partition.flexible:
             yield f"{_INDENT}takes {name} {shapes}"
         yield from _columns((op, str(count)) for op, count in partition.ops)
-    yield from _buffers(report.buffers)
+    if report.buffers:
+        yield "  mutable buffers:"
+        yield from _columns((b.name, b.tensor, b.fate) for b in report.buffers)
     if report.folds:
         yield "  computed from constants while lowering, and stored:"
         yield from _columns(
@@ -76,13 +77,6 @@ def _partition(partition: PartitionReport) -> str:
     if partition.shared_by:
         facts.append(f"one model for {', '.join(partition.shared_by)}")
     return f"  {partition.tag}: {', '.join(facts)}"
-
-
-def _buffers(buffers: Sequence[BufferReport]) -> Iterator[str]:
-    """Yield the mutable buffers with their storage."""
-    if buffers:
-        yield "  mutable buffers:"
-        yield from _columns((b.name, b.tensor, b.fate) for b in buffers)
 
 
 def _on_the_cpu(nodes: Sequence[NodeReport]) -> Iterator[str]:

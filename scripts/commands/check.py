@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_output, new_output
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 from coreml_delegate.scripts.commands.trace_values import warn_of_rounded_constants
 
 if TYPE_CHECKING:
@@ -42,12 +42,8 @@ _FORMS: Mapping[str, Callable[[str, _Content], str]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "program",
-        type=Path,
-        metavar="PROGRAM",
-        nargs="?",
-        help=".pte, .bpte or .mlpackage; omitted with --rules",
+    add_path(
+        parser, "program", "PROGRAM", ".pte, .bpte or .mlpackage; omitted with --rules", nargs="?"
     )
     parser.add_argument(
         "--rules", action="store_true", help="list the rules with their sources, and stop"
@@ -68,11 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fail if a finding has this consequence, repeatable: "
         f"{', '.join(CONSEQUENCES)} or {_ANY} (default: findings do not fail the command)",
     )
-    parser.add_argument(
-        "--etrecord",
-        type=Path,
-        metavar="FILE",
-        help="ETRecord that export wrote: name the modules of the model",
+    add_path(
+        parser, "--etrecord", "FILE", "ETRecord that export wrote: name the modules of the model"
     )
     quantization_options.add_calibration(
         parser,

@@ -11,7 +11,7 @@ from typing import Any
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_output, new_output
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 
 _MAX_WEIGHTS = 10
 _MAX_LABELS = 5
@@ -25,17 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"list all weights, not only the {_MAX_WEIGHTS} largest of a model (--json lists all)",
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "--model-explorer",
-        type=Path,
-        metavar="FILE",
-        help="write the graphs for Model Explorer, with the operations inside delegates",
+        "FILE",
+        "write the graphs for Model Explorer, with the operations inside delegates",
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "--etrecord",
-        type=Path,
-        metavar="FILE",
-        help="with --model-explorer: ETRecord that export wrote, for the modules of the model",
+        "FILE",
+        "with --model-explorer: ETRecord that export wrote, for the modules of the model",
     )
     arguments.add_data(parser)
     arguments.add_force(parser)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import check_outputs, new_output
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 
 if TYPE_CHECKING:
     from coreml_delegate.exported.source_model import SourceModel
@@ -62,11 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ratio of signal to error, in dB, that the suggestion should reach "
         f"(default: {_DEFAULT_TARGET:g})",
     )
-    parser.add_argument(
-        "--suggest",
-        type=Path,
-        metavar="FILE.json",
-        help="write the suggested modes, for export --quantize-config",
+    add_path(
+        parser, "--suggest", "FILE.json", "write the suggested modes, for export --quantize-config"
     )
     arguments.add_report(parser, _FORMS, what="the ranking")
     arguments.add_force(parser)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coreml_delegate.errors import InputError, OptionError, ProgramError
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, ENGINES, SAMPLES
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 
 if TYPE_CHECKING:
     from coreml_delegate.exported.source_model import SourceModel
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     arguments.add_source(parser)
-    parser.add_argument(
+    add_path(
+        parser,
         "program",
-        type=Path,
-        metavar="PROGRAM",
-        nargs="?",
-        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax); omitted if SOURCE is a "
+        "PROGRAM",
+        ".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax); omitted if SOURCE is a "
         "bundled program (.bpte), which has its own inputs and outputs, and with --against",
+        nargs="?",
     )
     parser.add_argument(
         "--against",
@@ -42,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_min_sqnr(parser)
     arguments.add_data_set(parser, external=True)
-    parser.add_argument(
+    add_path(
+        parser,
         "--etrecord",
-        type=Path,
-        metavar="FILE",
-        help="ETRecord that export wrote: compare every operation of a .pte with the model's too",
+        "FILE",
+        "ETRecord that export wrote: compare every operation of a .pte with the model's too",
     )
     arguments.add_inputs(parser)
     arguments.add_execution(parser, judging=True)

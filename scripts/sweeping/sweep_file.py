@@ -242,7 +242,7 @@ def _shapes(name: str, value: Any) -> None:
 
 
 def _one_of(*choices: str) -> Check:
-    """Return a check that the value is one of some texts."""
+    """Return a check that a text is among ``choices``."""
 
     def check(name: str, value: str) -> None:
         if value not in choices:

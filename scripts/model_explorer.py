@@ -43,7 +43,7 @@ from coreml_delegate.runtime.program.plan import (
 )
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.delegates import CoreMLPartition, partitions_of
-from coreml_delegate.scripts.profiles import common_module, module_of
+from coreml_delegate.scripts.profiles import common_module, modules_by_handle
 
 _MAX_ELEMENTS = 8  # of a constant whose values are shown
 _MAX_LETTERS = 200  # of a constant that is no tensor
@@ -134,18 +134,12 @@ class _Modules:
     @classmethod
     def of(cls, record: Any) -> _Modules:
         """Read the modules from the result of ``read_etrecord``."""
-        program = record.edge_dialect_program
-        by_handle = {
-            node.meta["debug_handle"]: module_of(node.meta["nn_module_stack"])
-            for node in (() if program is None else program.graph_module.graph.nodes)
-            if node.meta.get("debug_handle") and node.meta.get("nn_module_stack")
-        }
         listed: Mapping[str, Any] = (record._debug_handle_map or {}).get("forward", {})
         handles = {
             int(position): tuple(numbers) if isinstance(numbers, list | tuple) else (int(numbers),)
             for position, numbers in listed.items()
         }
-        return cls(by_handle, handles)
+        return cls(modules_by_handle(record), handles)
 
     def common(self, handles: Iterable[int]) -> str | None:
         """Return the innermost module that has all of these calls; None if none is known."""

@@ -225,6 +225,17 @@ def module_of(stack: Mapping[str, Sequence[str]]) -> str:
     return list(stack.values())[-1][0]
 
 
+def modules_by_handle(etrecord: Any) -> dict[int, str]:
+    """Return the module of each call in the result of ``read_etrecord``, by debug handle."""
+    program = etrecord.edge_dialect_program
+    nodes = () if program is None else program.graph.nodes
+    return {
+        node.meta["debug_handle"]: module_of(node.meta["nn_module_stack"])
+        for node in nodes
+        if isinstance(node.meta.get("debug_handle"), int) and node.meta.get("nn_module_stack")
+    }
+
+
 def common_module(paths: Sequence[str]) -> str:
     """Return the innermost module that contains all of ``paths``."""
     levels = zip(*(path.split(".") for path in paths), strict=False)

@@ -44,7 +44,7 @@ def add_quantization(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="a mode for each module, as quantize-report --suggest writes",
     )
-    _add_calibration(group)
+    add_calibration(group, _CALIBRATION)
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
@@ -56,10 +56,6 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
         required=True,
         help=f"the mode to examine: {', '.join(FORMS)}",
     )
-    _add_calibration(parser)
-
-
-def _add_calibration(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[reportPrivateUsage] - groups have no public type
     add_calibration(parser, _CALIBRATION)
 
 

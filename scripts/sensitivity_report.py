@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,3 +205,12 @@ def _shorten(path: str) -> str:
 def _suggested(sensitivity: Sensitivity, path: str) -> str:
     mode = sensitivity.suggestion.mode_for(path)
     return "float" if mode is None else mode.name
+
+
+FORMS: Mapping[str, Callable[[Sensitivity], bytes]] = {
+    ".html": lambda sensitivity: to_html(sensitivity).encode(),
+    ".json": lambda sensitivity: f"{console.as_json(sensitivity.as_dict())}\n".encode(),
+    ".png": to_png,
+    ".txt": lambda sensitivity: f"{to_table(sensitivity)}\n".encode(),
+}
+"""Contents of a report by the suffix of its file."""

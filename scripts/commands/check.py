@@ -172,7 +172,7 @@ def _models(args: argparse.Namespace) -> ProgramModels:
 
 def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
     """Run the program on the user's data, every value in fp16 and in fp32."""
-    from coreml_delegate.scripts.program_arguments import load_to_diagnose
+    from coreml_delegate.scripts.program_arguments import bundled_cases, load_to_diagnose
 
     samples: list[tuple[str | None, list[Any]]] = []
     path: Path = args.program
@@ -180,15 +180,7 @@ def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
         program = load_to_diagnose(path, args.method)
         samples = [(args.method, inputs) for inputs in _samples(args, program.inputs)]
     elif path.suffix == BUNDLE_SUFFIX:
-        from coreml_delegate.runtime.program.bundle import cases_of
-        from coreml_delegate.runtime.program.pte import map_source
-
-        view, _ = map_source(path, "the program", f"a {BUNDLE_SUFFIX} file")
-        samples = [
-            (case.method, list(case.inputs))
-            for case in cases_of(view)
-            if args.method in (None, case.method)
-        ]
+        samples = [(case.method, list(case.inputs)) for case in bundled_cases(path, args.method)]
     elif args.method is not None:
         raise OptionError("--method needs --calibration", got=args.method)
     diagnoses: list[tuple[str, Diagnosis]] = []

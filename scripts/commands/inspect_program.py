@@ -231,7 +231,8 @@ def _value(value: Mapping[str, Any]) -> str:
         return f"{kind}{' | '.join(map(str, value['enumerated_shapes']))}"
     if "bounds" in value:
         return f"{kind}[{', '.join(map(_bound, value['bounds']))}]"
-    dims = "?" if value["shape"] is None else ", ".join(map(_dim, value["shape"]))
+    sizes = [None] if value["shape"] is None else value["shape"]
+    dims = ", ".join("?" if size is None else str(size) for size in sizes)
     bound = {"bounded": " at most", "unbounded": " unbounded"}.get(value.get("dynamism", ""), "")
     return f"{kind}[{dims}]{bound}"
 
@@ -239,10 +240,6 @@ def _value(value: Mapping[str, Any]) -> str:
 def _bound(bounds: Sequence[int | None]) -> str:
     low, high = bounds
     return str(low) if low == high else f"{low}..{'' if high is None else high}"
-
-
-def _dim(size: int | None) -> str:
-    return "?" if size is None else str(size)
 
 
 def _counts(counts: Mapping[str, int]) -> str:

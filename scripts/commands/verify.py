@@ -139,12 +139,9 @@ def _verify_bundle(args: argparse.Namespace) -> int:
         args.refuse_usage("a bundled program has its own inputs and the model's outputs")
     from coreml_delegate.runtime.accuracy import Accuracy
     from coreml_delegate.runtime.loading import as_output
-    from coreml_delegate.runtime.program.bundle import cases_of
-    from coreml_delegate.runtime.program.pte import map_source
-    from coreml_delegate.scripts.program_arguments import load_for
+    from coreml_delegate.scripts.program_arguments import bundled_cases, load_for
 
-    view, _ = map_source(path, "the program", f"a {BUNDLE_SUFFIX} file")
-    cases = [case for case in cases_of(view) if args.method in (None, case.method)]
+    cases = bundled_cases(path, args.method)
     if not cases:
         raise ProgramError("the bundle has no such case", got=args.method or "none at all")
     several = len({case.method for case in cases}) > 1

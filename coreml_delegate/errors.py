@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from typing import Self
 
 
 class CoreMLDelegateError(Exception):
@@ -38,6 +39,11 @@ class CoreMLDelegateError(Exception):
         ]
         message = what + (f": {', '.join(details)}" if details else "")
         super().__init__(f"{message.removesuffix('.')}. {remedy}" if remedy else message)
+
+    def prefixed(self, prefix: str) -> Self:
+        """Return an equal error whose message begins with ``prefix``."""
+        parts = {"got": self.got, "expected": self.expected, "remedy": self.remedy}
+        return type(self)(f"{prefix}{self.what}", **parts)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the keyword fields across pickling (process pools, pytest-xdist)."""

@@ -10,9 +10,6 @@ from coreml_delegate.scripts import console
 def main() -> int:
     """Run the command line; a signal during its imports ends as quietly as later.
 
-    Returns:
-        The exit code.
-
     Raises:
         SystemExit: Wrong usage, help or version was asked for, or a signal to terminate arrived.
     """

@@ -80,11 +80,6 @@ def converse(
 ) -> None:
     """Answer all turns; end at the end of the input, or when the user interrupts it.
 
-    Args:
-        args: Arguments of the command.
-        conversation: Gets the turns.
-        ask: Yields the pieces of the answer to a turn.
-
     Raises:
         InputError: The conversation does not fit into the context, or standard input is not UTF-8.
     """

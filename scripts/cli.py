@@ -95,12 +95,6 @@ def main_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Args:
-        argv: Arguments; None for the process's own.
-
-    Returns:
-        The exit code.
-
     Raises:
         SystemExit: Wrong usage, help or version was asked for, or a signal to terminate arrived.
     """

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO, TypeVar
 
 from coreml_delegate.errors import naming
-from coreml_delegate.formats.json_text import to_json
+from coreml_delegate.formats.text import to_json
 from coreml_delegate.scripts import interruption
 
 PROGRAM = "coreml-delegate"

@@ -23,12 +23,8 @@ class CoreMLPartition:
     """One Core ML delegate.
 
     Attributes:
-        method: Name of its method.
-        index: Its number among the method's delegates.
         name: Name for a reader and for files, for example ``forward_0``.
-        info: The delegate as the program declares it.
         blob: Its own blob, or the shared one it refers to.
-        reference: The reference to a shared blob, or None.
     """
 
     method: str
@@ -59,10 +55,6 @@ class BlobModel:
 
 def open_pte(path: Path, data: Sequence[Path] = ()) -> PteProgram:
     """Open a ``.pte``, with its external data if the files are given.
-
-    Args:
-        path: The ``.pte``.
-        data: Its ``.ptd`` files.
 
     Raises:
         BlobFormatError: A file is no ``.pte`` or ``.ptd``, or malformed.
@@ -103,10 +95,6 @@ def all_partitions(program: PteProgram) -> list[CoreMLPartition]:
 
 def read_etrecord(path: Path, program: PteProgram) -> Any:
     """Read the ETRecord of a program, for ``Inspector``.
-
-    Args:
-        path: A file of ``export --etrecord``.
-        program: The program that was exported with it.
 
     Raises:
         ProgramError: The file cannot be read, is no ETRecord, or belongs to another program.

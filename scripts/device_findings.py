@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from coreml_delegate.runtime.program.plan import DelegateInfo
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.delegates import CoreMLPartition, all_partitions, read_etrecord
+from coreml_delegate.scripts.profiles import modules_by_handle
 
 _SHOWN_PLACES = 3  # of a finding, in its row of the page
 
@@ -32,7 +32,6 @@ class ModelFiles:
     """A model with the files of its mlpackage.
 
     Attributes:
-        model: The model as the rules take it.
         files: Contents by path relative to the package.
     """
 
@@ -139,13 +138,7 @@ def modules_of_etrecord(path: Path, program: PteProgram) -> dict[int, str]:
     Raises:
         ProgramError: See ``read_etrecord``.
     """
-    graph: Any = read_etrecord(path, program).edge_dialect_program.graph
-    paths: dict[int, str] = {}
-    for node in graph.nodes:
-        stack, handle = node.meta.get("nn_module_stack"), node.meta.get("debug_handle")
-        if stack and isinstance(handle, int):
-            paths[handle] = list(stack.values())[-1][0]
-    return paths
+    return modules_by_handle(read_etrecord(path, program))
 
 
 def modules_of_report(report: DelegationReport) -> dict[int, str]:
@@ -165,8 +158,8 @@ def table(findings: Sequence[Finding]) -> str:
         for f in findings
     ]
     sections = [console.columns(rows)]
-    for rule, of_rule in _by_rule(findings).items():
-        remedies = dict.fromkeys(finding.remedy for finding in of_rule)
+    for rule in dict.fromkeys(finding.rule for finding in findings):
+        remedies = dict.fromkeys(f.remedy for f in findings if f.rule is rule)
         sections.append("\n".join(_rule_lines(rule, remedies)))
     saved = saved_bytes(findings)
     if saved:
@@ -187,13 +180,6 @@ def _rule_lines(rule: Rule, remedies: Iterable[str]) -> Iterator[str]:
     for source in rule.sources:
         yield f"  source: {source.title}"
         yield f"          {source.url}"
-
-
-def _by_rule(findings: Iterable[Finding]) -> dict[Rule, list[Finding]]:
-    grouped: dict[Rule, list[Finding]] = {}
-    for finding in findings:
-        grouped.setdefault(finding.rule, []).append(finding)
-    return grouped
 
 
 def _saving(finding: Finding) -> str:

@@ -67,11 +67,12 @@ def _demonstrate(folder: Path, *, seed: int, repeat: int) -> None:
             [lambda: program.run([image]), lambda: source.run([image])], repeat
         )
     package = _extract(path, folder)
+    package_bytes = sum(file.stat().st_size for file in package.rglob("*") if file.is_file())
     rows = [
         ("delegated nodes", f"{len(report.delegated)} of {len(report.nodes)}"),
         ("partitions", len(report.partitions)),
         (str(path), console.size(path.stat().st_size)),
-        (str(package), console.size(_size(package))),
+        (str(package), console.size(package_bytes)),
         ("extracted package", _compare_package(package, image, actual)),
         ("SQNR against eager PyTorch", f"{accuracy.sqnr_db:.1f} dB ({in_own_types.execution})"),
         ("same class", "yes" if accuracy.top1_agreement == 1 else "no"),
@@ -165,7 +166,3 @@ def _latencies(actions: Sequence[Callable[[], object]], repeat: int) -> list[flo
             action()
             shortest[number] = min(shortest[number], (time.perf_counter() - start) * 1e3)
     return shortest
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -43,7 +43,7 @@ from coreml_delegate.runtime.program.plan import (
 )
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.delegates import CoreMLPartition, partitions_of
-from coreml_delegate.scripts.profiles import common_module, module_of
+from coreml_delegate.scripts.profiles import common_module, modules_by_handle
 
 _MAX_ELEMENTS = 8  # of a constant whose values are shown
 _MAX_LETTERS = 200  # of a constant that is no tensor
@@ -61,9 +61,6 @@ class _Node:
         label: Its operation, or the name of an input or output.
         namespace: The layers that it lies in, outermost first, joined by slashes.
         sources: Ports that its inputs come from, in order.
-        results: Descriptions of its results.
-        attributes: Further facts, by name.
-        graphs: Ids of the graphs of its blocks.
     """
 
     id: str
@@ -98,8 +95,6 @@ class _Graph:
     """A graph that nodes are added to.
 
     Attributes:
-        id: Its name.
-        nodes: In order of execution.
         producers: Port that each value comes from.
         inner: Graphs of the blocks of its nodes.
     """
@@ -139,18 +134,12 @@ class _Modules:
     @classmethod
     def of(cls, record: Any) -> _Modules:
         """Read the modules from the result of ``read_etrecord``."""
-        program = record.edge_dialect_program
-        by_handle = {
-            node.meta["debug_handle"]: module_of(node.meta["nn_module_stack"])
-            for node in (() if program is None else program.graph_module.graph.nodes)
-            if node.meta.get("debug_handle") and node.meta.get("nn_module_stack")
-        }
         listed: Mapping[str, Any] = (record._debug_handle_map or {}).get("forward", {})
         handles = {
             int(position): tuple(numbers) if isinstance(numbers, list | tuple) else (int(numbers),)
             for position, numbers in listed.items()
         }
-        return cls(by_handle, handles)
+        return cls(modules_by_handle(record), handles)
 
     def common(self, handles: Iterable[int]) -> str | None:
         """Return the innermost module that has all of these calls; None if none is known."""
@@ -267,7 +256,8 @@ def _add_instruction(
     results = [value for value in flat if value not in defined]
     if isinstance(instruction, KernelCall):
         last = _flat(method, instruction.args[-1:])
-        results = list(dict.fromkeys([*results, *(v for v in last if _is_tensor(method, v))]))
+        tensors = (value for value in last if isinstance(method.values[value], TensorSpec))
+        results = list(dict.fromkeys([*results, *tensors]))
     operands = [value for value in flat if value not in results]
     defined.update(results)
     if isinstance(instruction, DelegateCall) and instruction.delegate in partitions:
@@ -293,10 +283,6 @@ def _flat(method: MethodInfo, values: Iterable[int]) -> Iterator[int]:
             yield from _flat(method, (item for item in spec.items if item >= 0))
         else:
             yield value
-
-
-def _is_tensor(method: MethodInfo, value: int) -> bool:
-    return isinstance(method.values[value], TensorSpec)
 
 
 def _add_delegate(
@@ -368,8 +354,6 @@ class _Scope:
 
     Attributes:
         key: Tells them from the values of other functions in the same graph.
-        types: Their types.
-        constants: The constants among them.
     """
 
     key: int | None

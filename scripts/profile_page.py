@@ -20,12 +20,9 @@ class Span:
     """A stretch of the method's time: a box of the flame chart.
 
     Attributes:
-        label: Name of the delegate, module or operation.
         kind: ``method``, ``delegate``, ``module``, ``operation``, ``cpu`` or ``around``.
         start: Milliseconds from the start of the method.
-        milliseconds: Median time.
         level: Row, counted from the top.
-        facts: Further lines of text on it.
     """
 
     label: str
@@ -42,8 +39,6 @@ class ModuleRow:
 
     Attributes:
         path: Its path; empty for the model.
-        milliseconds: Median time.
-        compared: Median time in the other program, if there is one.
     """
 
     path: str
@@ -59,15 +54,7 @@ def to_html(
     other: Profile | None = None,
     other_program: str | None = None,
 ) -> str:
-    """Return one page, which needs no network.
-
-    Args:
-        profile: What to show.
-        machine: This machine, measured with the same number of threads.
-        program: Name of the program.
-        other: Profile of another program of the same model, to compare with.
-        other_program: Its name.
-    """
+    """Return one page, which needs no network."""
     spans = list(flame(profile))
     kernels = profile.kernels()
     return page_template(

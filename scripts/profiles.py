@@ -28,7 +28,6 @@ class Operation:
         delegate: Number of its delegate, in order of execution; None on the CPU.
         module: Path of the module that all its calls are in; None if unknown.
         calls: Names of its calls in the model's graph.
-        kernel: The engine's name of the kernel that computes it.
         times: Milliseconds in each run, or the mean for each if the engine measures only that; 0 if
             it is fused with another.
         fused: Names of all operations that its kernel computes, itself included.
@@ -57,9 +56,7 @@ class Kernel:
     """Operations of a delegate that one kernel computes together.
 
     Attributes:
-        name: The engine's name of it.
         operations: At least one; the first has most of the time.
-        milliseconds: Median time.
         flops: Estimated floating-point operations; None if unknown, as ``bytes``.
         bytes: Bytes read and written, in the types of the program.
     """
@@ -76,7 +73,6 @@ class Profile:
     """The times of one method in milliseconds; each tuple has one number for each run.
 
     Attributes:
-        total: Times of the whole method.
         delegates: Times of each delegate, in order of execution.
         operations: The operations, in order of execution.
     """
@@ -96,11 +92,7 @@ class Profile:
         return any(operation.module is not None for operation in self.operations)
 
     def modules(self, depth: int) -> dict[str, float]:
-        """Return the median time of each module, sorted as a tree.
-
-        Args:
-            depth: The number of levels.
-        """
+        """Return the median time of each module, sorted as a tree."""
         times: dict[str, list[tuple[float, ...]]] = {}
         for operation in self.operations:
             parts = module_levels(operation.module)
@@ -231,6 +223,17 @@ def _operation(event: Any, delegate: int | None, times: tuple[float, ...]) -> Op
 def module_of(stack: Mapping[str, Sequence[str]]) -> str:
     """Return the path of the innermost module of a stack, as torch keeps it with a call."""
     return list(stack.values())[-1][0]
+
+
+def modules_by_handle(etrecord: Any) -> dict[int, str]:
+    """Return the module of each call in the result of ``read_etrecord``, by debug handle."""
+    program = etrecord.edge_dialect_program
+    nodes = () if program is None else program.graph.nodes
+    return {
+        node.meta["debug_handle"]: module_of(node.meta["nn_module_stack"])
+        for node in nodes
+        if isinstance(node.meta.get("debug_handle"), int) and node.meta.get("nn_module_stack")
+    }
 
 
 def common_module(paths: Sequence[str]) -> str:

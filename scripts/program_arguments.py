@@ -12,7 +12,9 @@ from typing import Any, Final
 from coreml_delegate import runtime
 from coreml_delegate.runtime.engines.selection import REFERENCE
 from coreml_delegate.runtime.loading import LoadedModel, LoadedProgram, refuse_pte_options
-from coreml_delegate.scripts.arguments import keywords_of
+from coreml_delegate.runtime.program.bundle import BundledCase, cases_of
+from coreml_delegate.runtime.program.pte import map_source
+from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, keywords_of
 from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
 from coreml_delegate.scripts.inputs.random_tensors import generator
 from coreml_delegate.scripts.stablehlo_files import LoadedStableHLO, compile_file, is_stablehlo
@@ -64,10 +66,6 @@ def load_for(args: argparse.Namespace, path: Path | None = None, **changes: Any)
 def load_to_diagnose(path: Path, method: str | None) -> LoadedProgram:
     """Load a program on the engine that shows its values; of StableHLO, its Core ML model.
 
-    Args:
-        path: See ``load``.
-        method: See ``runtime.load``.
-
     Raises:
         CoreMLDelegateError: See ``runtime.load``.
     """
@@ -76,6 +74,17 @@ def load_to_diagnose(path: Path, method: str | None) -> LoadedProgram:
     refuse_pte_options(path, method=method)
     model = compile_file(path, REFERENCE.name).executable.model
     return LoadedModel(model, path.stem, runtime.EngineOptions())
+
+
+def bundled_cases(path: Path, method: str | None) -> list[BundledCase]:
+    """Read the cases in a bundled program, of one method or of all.
+
+    Raises:
+        BlobFormatError: The file is malformed.
+        ProgramError: The file cannot be read.
+    """
+    view, _ = map_source(path, "the program", f"a {BUNDLE_SUFFIX} file")
+    return [case for case in cases_of(view) if method in (None, case.method)]
 
 
 def engine_options(args: argparse.Namespace) -> runtime.EngineOptions:

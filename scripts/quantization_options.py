@@ -43,7 +43,7 @@ def add_quantization(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="a mode for each module, as quantize-report --suggest writes",
     )
-    _add_calibration(group)
+    add_calibration(group, _CALIBRATION)
 
 
 def add_mode(parser: argparse.ArgumentParser) -> None:
@@ -55,20 +55,11 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
         required=True,
         help=f"the mode to examine: {', '.join(FORMS)}",
     )
-    _add_calibration(parser)
-
-
-def _add_calibration(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[reportPrivateUsage] - groups have no public type
     add_calibration(parser, _CALIBRATION)
 
 
 def add_calibration(parser: argparse._ActionsContainer, purpose: str) -> None:  # pyright: ignore[reportPrivateUsage] - groups have no public type
-    """Declare ``--calibration`` and ``--calibration-samples``.
-
-    Args:
-        parser: Gets the arguments.
-        purpose: Help text of ``--calibration``.
-    """
+    """Declare ``--calibration`` and ``--calibration-samples``."""
     parser.add_argument("--calibration", metavar="DATA", help=purpose)
     parser.add_argument(
         "--calibration-samples",
@@ -133,11 +124,6 @@ def read_samples(
 ) -> list[list[Any]]:
     """Read the data of ``--calibration``, at most ``--calibration-samples`` of it.
 
-    Args:
-        args: Arguments with these options.
-        source: The model.
-        image: See ``DataSet``.
-
     Raises:
         OptionError: The data cannot be read or do not fit the model.
     """
@@ -185,8 +171,6 @@ class QuantizationSummary:
     """Sizes of a model before and after quantization, in bytes.
 
     Attributes:
-        assignment: How the model is quantized.
-        before: Size of the parameters and buffers of the model.
         after: Size of the weights in the Core ML delegates; None before lowering.
         program: Size of the ``.pte``; None before lowering.
     """

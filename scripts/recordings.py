@@ -54,11 +54,7 @@ class Loading:
     """How the methods of a program are loaded; see ``runtime.load``.
 
     Attributes:
-        path: The program.
         engine: An engine, ``auto``, or None for one that computes in the program's types.
-        host: One of ``HOSTS``.
-        options: Engine options.
-        data: ``.ptd`` files.
     """
 
     path: Path
@@ -158,7 +154,12 @@ def record(
             for path, content in files_of(loading.path, loading.data)
         ),
         run=Run(execution.engines, ", ".join(sorted(hosts - {""})), loading.compute_units()),
-        machine=_machine(),
+        machine={
+            "system": platform.system(),
+            "release": platform.release(),
+            "architecture": platform.machine(),
+            "processor": machine.processor(),
+        },
         versions=_versions(),
         calls=tuple(calls),
         states={name: tensors for name, tensors in states.items() if tensors},
@@ -168,10 +169,6 @@ def record(
 
 def replay(recording: Recording, loading: Loading) -> tuple[dict[str, Accuracy], Execution]:
     """Repeat the calls of a recording, and compare outputs and states.
-
-    Args:
-        recording: The expected outputs and states.
-        loading: How the same program is loaded here.
 
     Returns:
         Accuracy over all calls, by output or state, and the engines that ran the program.
@@ -255,15 +252,6 @@ def _versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     return {**versions, "macos": platform.mac_ver()[0] or None}
-
-
-def _machine() -> dict[str, str | None]:
-    return {
-        "system": platform.system(),
-        "release": platform.release(),
-        "architecture": platform.machine(),
-        "processor": machine.processor(),
-    }
 
 
 def describe(recording: Recording) -> dict[str, Any]:

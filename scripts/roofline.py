@@ -35,8 +35,6 @@ class Machine:
     Attributes:
         flops_per_second: Of a product of two large matrices.
         bytes_per_second: Read and written by a copy of more than the caches hold.
-        threads: The number of threads of both.
-        precision: The type that was multiplied.
     """
 
     flops_per_second: float
@@ -55,12 +53,7 @@ class Machine:
 
 
 def measure_machine(threads: int | None, precision: str) -> Machine:
-    """Measure this machine; takes about half a second.
-
-    Args:
-        threads: Threads to use; None for one on each CPU.
-        precision: ``f32`` or ``bf16``.
-    """
+    """Measure this machine; takes about half a second."""
     import torch
 
     dtype = torch.bfloat16 if Precision(precision) is Precision.BF16 else torch.float32
@@ -93,13 +86,8 @@ class Point:
     """A kernel in the chart.
 
     Attributes:
-        kernel: The kernel.
-        intensity: Operations per byte.
-        flops_per_second: As measured.
         share: Fraction of the attainable speed; above 1 where caches hold its operands.
-        x: Place in the chart.
         y: Place in the chart, from above.
-        radius: Grows with its time.
     """
 
     kernel: Kernel
@@ -120,8 +108,6 @@ class Chart:
         roof: Corners of the roof, left to right.
         across: Lines of the horizontal axis: place, and operations per byte.
         up: Lines of the vertical axis: place, and operations per second.
-        width: Of the chart.
-        height: Of the chart.
     """
 
     points: tuple[Point, ...]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from coreml_delegate.formats.html_pages import page_template
-from coreml_delegate.partition.report.table import decibels
+from coreml_delegate.formats.text import decibels
 from coreml_delegate.quantization import QuantizationAssignment
 from coreml_delegate.quantization.sensitivity import Sensitivity
 from coreml_delegate.scripts import console
@@ -59,7 +59,7 @@ def to_table(sensitivity: Sensitivity) -> str:
 def to_html(sensitivity: Sensitivity) -> str:
     """Return one page, which needs no network: the total loss, the bars and the suggestion."""
     chart = _chart(sensitivity)
-    return _template().render(
+    return page_template("coreml_delegate.scripts", _TEMPLATE, decibels=decibels).render(
         sensitivity=sensitivity,
         chart=chart,
         row=_ROW,
@@ -146,11 +146,8 @@ class _Bar:
 
     Attributes:
         label: The layer's path, shortened at the front.
-        path: The whole path.
         value: SQNR, for a reader.
-        length: Length in pixels.
         relieved: Whether the suggestion gives the layer another mode.
-        suggested: That mode, or "float".
     """
 
     label: str
@@ -166,7 +163,6 @@ class _Chart:
     """Bars over a scale in dB.
 
     Attributes:
-        bars: Bars from top to bottom.
         ticks: Values of the scale in dB, with their distance from its left end in pixels.
         target: The same distance of the target; None if it is off the scale.
     """
@@ -207,11 +203,15 @@ def _shorten(path: str) -> str:
     return path if len(path) <= _LETTERS else f"…{path[1 - _LETTERS :]}"
 
 
-@functools.cache
-def _template() -> Any:
-    return page_template("coreml_delegate.scripts", _TEMPLATE, decibels=decibels)
-
-
 def _suggested(sensitivity: Sensitivity, path: str) -> str:
     mode = sensitivity.suggestion.mode_for(path)
     return "float" if mode is None else mode.name
+
+
+FORMS: Mapping[str, Callable[[Sensitivity], bytes]] = {
+    ".html": lambda sensitivity: to_html(sensitivity).encode(),
+    ".json": lambda sensitivity: f"{console.as_json(sensitivity.as_dict())}\n".encode(),
+    ".png": to_png,
+    ".txt": lambda sensitivity: f"{to_table(sensitivity)}\n".encode(),
+}
+"""Contents of a report by the suffix of its file."""

@@ -57,12 +57,7 @@ def compile_file(
 
 
 class LoadedStableHLO(LoadedProgram):
-    """A StableHLO program.
-
-    Args:
-        program: The compiled program.
-        options: The engine options that it was compiled with.
-    """
+    """A StableHLO program."""
 
     def __init__(self, program: Program, options: runtime.EngineOptions) -> None:
         self._program = program
@@ -94,10 +89,6 @@ def torch_dtype(type: TensorType) -> torch.dtype:
 
 def load_xla_model(path: Path, *, seed: int) -> SourceModel:
     """Return a StableHLO program as a model that XLA runs, with random example inputs.
-
-    Args:
-        path: One of ``SUFFIXES``.
-        seed: Seed of the inputs.
 
     Raises:
         OptionError: No such file, or XLA cannot compile it.

@@ -41,10 +41,6 @@ _CONST = "const"
 def summarize_pte(path: Path, data: Sequence[Path] = ()) -> dict[str, Any]:
     """Summarize methods, delegates, and the models inside Core ML delegates.
 
-    Args:
-        path: The ``.pte``.
-        data: Its ``.ptd`` files.
-
     Raises:
         BlobFormatError: The file is no ``.pte``, or malformed.
         ProgramError: The file cannot be read.
@@ -172,7 +168,8 @@ def _core_ml(partition: CoreMLPartition) -> dict[str, Any]:
     try:
         program, metadata = read_blob(partition.blob)
     except ProgramError as error:  # compiled ahead of time: only Apple devices can read it
-        return summary | _identifier(partition) | {"model": None, "unreadable": str(error)}
+        identifier = metadata_in(unflatten(partition.blob)).identifier
+        return summary | {"identifier": identifier, "model": None, "unreadable": str(error)}
     model = summarize_model(program)
     name = partition.reference.function_name if partition.reference is not None else None
     function = program.function(name)
@@ -184,10 +181,6 @@ def _core_ml(partition: CoreMLPartition) -> dict[str, Any]:
         else python_reason(program, function, engine, summary["blob_bytes"]),
         "model": model,
     }
-
-
-def _identifier(partition: CoreMLPartition) -> dict[str, Any]:
-    return {"identifier": metadata_in(unflatten(partition.blob)).identifier}
 
 
 def _options(info: DelegateInfo) -> dict[str, Any] | None:

@@ -3,26 +3,80 @@
 ``RULES`` has one record per cause, with the source that documents it; ``check`` applies the rules.
 """
 
-from coreml_delegate.device_check.records import (
-    CheckedModel,
-    Consequence,
-    Finding,
-    Place,
-    Rule,
-    Source,
-    Use,
-)
-from coreml_delegate.device_check.rules import RULES, check, rule_named
+from __future__ import annotations
 
-__all__ = [
-    "RULES",
-    "CheckedModel",
-    "Consequence",
-    "Finding",
-    "Place",
-    "Rule",
-    "Source",
-    "Use",
-    "check",
-    "rule_named",
-]
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from coreml_delegate.device_check import deployment, operations, precision, shapes, weights
+from coreml_delegate.device_check.records import CheckedModel, Consequence, Evidence, Finding, Rule
+from coreml_delegate.device_check.records import Place as Place
+from coreml_delegate.device_check.records import Source as Source
+from coreml_delegate.device_check.records import Use as Use
+from coreml_delegate.errors import OptionError, near_matches
+from coreml_delegate.runtime.diagnosis import Diagnosis
+
+_SEVERITY = {consequence: rank for rank, consequence in enumerate(Consequence)}
+
+RULES: tuple[Rule, ...] = tuple(
+    sorted(
+        (
+            rule
+            for module in (shapes, operations, precision, weights, deployment)
+            for rule in module.RULES
+        ),
+        key=lambda rule: _SEVERITY[rule.consequence],
+    )
+)
+"""Rules, the most severe consequence first."""
+
+
+def rule_named(name: str) -> Rule:
+    """Return the rule with a name.
+
+    Raises:
+        OptionError: There is no such rule.
+    """
+    for rule in RULES:
+        if rule.name == name:
+            return rule
+    raise OptionError(
+        "unknown rule", got=repr(name), expected=near_matches(name, (r.name for r in RULES))
+    )
+
+
+def check(
+    models: Sequence[CheckedModel],
+    diagnoses: Sequence[tuple[str, Diagnosis]] = (),
+    *,
+    ignore: Collection[str] = (),
+) -> list[Finding]:
+    """Apply the rules to the models of one program.
+
+    Args:
+        models: The models without duplicates, each with all delegates that run it.
+        diagnoses: Runs on the user's data, each with the name of its delegate; rules on values
+            need them.
+        ignore: Names of rules to leave out.
+
+    Returns:
+        Findings, the most severe consequence first, then in the order of rules, models and places.
+        Rules on the neural engine skip delegates whose compute unit excludes it.
+
+    Raises:
+        OptionError: There is no rule of a name in ``ignore``.
+    """
+    ignored = {rule_named(name) for name in ignore}
+    everything = Evidence(tuple(models), tuple(diagnoses))
+    eligible = replace(
+        everything,
+        models=tuple(
+            model for model in map(CheckedModel.on_neural_engine, everything.models) if model.uses
+        ),
+    )
+    return [
+        Finding(rule, details)
+        for rule in RULES
+        if rule not in ignored
+        for details in rule.examine(eligible if rule.neural_engine else everything)
+    ]

@@ -37,8 +37,6 @@ class PlannedOp:
     """An operation in a plan.
 
     Attributes:
-        function: Name of its function.
-        op_type: MIL op type.
         output: Name of its first output; empty if it has none.
         preferred: The processor that Core ML plans to use; None if unknown.
         supported: The processors that support the operation.
@@ -142,7 +140,6 @@ class ComparedOp:
     """An operation in a plan, with the rules' predictions.
 
     Attributes:
-        planned: The operation in the plan.
         predicted: Names of the rules that predict that it leaves the neural engine.
     """
 
@@ -153,13 +150,7 @@ class ComparedOp:
 def compare_plan(
     planned: Sequence[PlannedOp], findings: Sequence[Finding], delegate: str
 ) -> list[ComparedOp]:
-    """Pair each operation of a plan with the predictions of the rules.
-
-    Args:
-        planned: The plan of one model.
-        findings: Findings of the check of its program.
-        delegate: Names of the delegates that run the model.
-    """
+    """Pair each operation of a plan with the predictions of the rules."""
     leaving = [
         finding
         for finding in findings

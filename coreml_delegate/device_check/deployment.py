@@ -50,12 +50,7 @@ _CAST = "cast"
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """An op or feature of a program that needs a certain opset.
-
-    Attributes:
-        opset: The first opset that has it.
-        what: An op type, or a feature of the program.
-    """
+    """An op or feature of a program that needs a certain opset."""
 
     opset: Opset
     what: str
@@ -77,15 +72,6 @@ def demands_of(program: Program) -> list[Demand]:
         demands.update(Demand(_oldest_for(view, op, opset), op.type) for op in view.locations)
     newer = [demand for demand in demands if demand.opset > _OLDEST]
     return sorted(newer, key=lambda demand: (-demand.opset, demand.what))
-
-
-def oldest_opset(program: Program) -> Opset:
-    """Return the oldest opset that can express a program.
-
-    Raises:
-        OptionError: A function has an unknown opset.
-    """
-    return max((demand.opset for demand in demands_of(program)), default=_OLDEST)
 
 
 def _boundary(function: Function) -> Iterator[Demand]:

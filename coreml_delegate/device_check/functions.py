@@ -27,14 +27,11 @@ class FunctionView:
     """A function of a model, with lookups for rules.
 
     Args:
-        function: The function.
         delegate: Names of the delegates that run it.
         modules: Module paths in the original model, by debug symbol.
 
     Attributes:
-        locations: Location of every op.
         ops: The ops without constants and their decompression, outer blocks first.
-        constants: The constants, by name.
         producers: The producer of each value, including constants, by the value's name.
         users: The users of each value, by the value's name.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,8 @@ from coreml_delegate.device_check.records import (
     Place,
     Rule,
     each_function,
-    group_by_value,
+    each_value,
+    view_details,
 )
 from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.mil.dtypes import DType
@@ -45,17 +47,13 @@ _PROPAGATES_INFINITY = frozenset(
 )
 
 
-def _topk(view: FunctionView) -> Iterator[Details]:
-    """Yield the topk ops, grouped by whether their results are only outputs of the function."""
-
-    def occurrences() -> Iterator[tuple[str, Place]]:
-        for op in view.ops:
-            if op.type == _TOPK:
-                is_last = all(_is_only_output(view, output.name) for output in op.outputs)
-                got = "at the end of the model" if is_last else "its results are used in the model"
-                yield got, Place.of(view, op)
-
-    yield from group_by_value(view, occurrences())
+def _topk(view: FunctionView) -> Iterator[tuple[str, Place]]:
+    """Yield the topk ops, by whether their results are only outputs of the function."""
+    for op in view.ops:
+        if op.type == _TOPK:
+            is_last = all(_is_only_output(view, output.name) for output in op.outputs)
+            got = "at the end of the model" if is_last else "its results are used in the model"
+            yield got, Place.of(view, op)
 
 
 def _is_only_output(view: FunctionView, name: str) -> bool:
@@ -66,15 +64,14 @@ def _is_only_output(view: FunctionView, name: str) -> bool:
     )
 
 
-def _recurrent(view: FunctionView) -> Iterator[Details]:
-    occurrences = ((op.type, Place.of(view, op)) for op in view.ops if op.type in _RECURRENT)
-    yield from group_by_value(view, occurrences)
+def _recurrent(view: FunctionView) -> Iterator[tuple[str, Place]]:
+    return ((op.type, Place.of(view, op)) for op in view.ops if op.type in _RECURRENT)
 
 
 def _attention(view: FunctionView) -> Iterator[Details]:
-    places = tuple(Place.of(view, op) for op in view.ops if op.type == _ATTENTION)
+    places = [Place.of(view, op) for op in view.ops if op.type == _ATTENTION]
     if places:
-        yield Details(view.delegate, view.function.name, f"{len(places)} {_ATTENTION}", places)
+        yield view_details(view, f"{len(places)} {_ATTENTION}", places)
 
 
 def _attention_on_gpu(evidence: Evidence) -> Iterator[Details]:
@@ -83,7 +80,7 @@ def _attention_on_gpu(evidence: Evidence) -> Iterator[Details]:
             places = [Place.of(view, op) for op in view.ops if _is_biased_attention(view, op)]
             if places:
                 got = f"{len(places)} in fp32 with a batch of {_LARGE_BATCH} or more"
-                yield Details(view.delegate, view.function.name, got, tuple(places))
+                yield view_details(view, got, places)
 
 
 def _is_biased_attention(view: FunctionView, op: Op) -> bool:
@@ -108,17 +105,14 @@ def _producer(view: FunctionView, op: Op, operand: str, op_type: str) -> Op | No
     return producer if producer is not None and producer.type == op_type else None
 
 
-def _wide_gathers(view: FunctionView) -> Iterator[Details]:
-    def occurrences() -> Iterator[tuple[str, Place]]:
-        for op in view.ops:
-            rows = _rows(view, op)
-            # Of constant indices only the largest matters.
-            indices = view.array(op, "indices")
-            largest = rows - 1 if indices is None else int(indices.max(initial=0))
-            if largest >= TOKENS:
-                yield f"{rows:,} rows", Place.of(view, op)
-
-    yield from group_by_value(view, occurrences())
+def _wide_gathers(view: FunctionView) -> Iterator[tuple[str, Place]]:
+    for op in view.ops:
+        rows = _rows(view, op)
+        # Of constant indices only the largest matters.
+        indices = view.array(op, "indices")
+        largest = rows - 1 if indices is None else int(indices.max(initial=0))
+        if largest >= TOKENS:
+            yield f"{rows:,} rows", Place.of(view, op)
 
 
 def _rows(view: FunctionView, op: Op) -> int:
@@ -146,7 +140,7 @@ def _infinite_masks(view: FunctionView) -> Iterator[Details]:
         else:
             infinite.update(output.name for output in op.outputs)
     if places:
-        yield Details(view.delegate, view.function.name, "infinity in a mask", tuple(places))
+        yield view_details(view, "infinity in a mask", places)
 
 
 def _is_infinite(view: FunctionView, binding: Binding, computed: Set[str]) -> bool:
@@ -157,24 +151,16 @@ def _is_infinite(view: FunctionView, binding: Binding, computed: Set[str]) -> bo
     return isinstance(data, np.ndarray) and data.dtype.kind == "f" and bool(np.isinf(data).any())
 
 
-def _conv_strides(view: FunctionView) -> Iterator[Details]:
-    yield from _strides(view, _CONVOLUTIONS, lambda stride: not _has_only_factors_2_and_3(stride))
+def _slow_strides(ops: Set[str], is_slow: Callable[[int], bool]) -> Callable[[Evidence], Any]:
+    """Return an examination of strides in ``ops``."""
 
-
-def _pool_strides(view: FunctionView) -> Iterator[Details]:
-    yield from _strides(view, _POOLS, lambda stride: stride not in _FAST_POOL_STRIDES)
-
-
-def _strides(
-    view: FunctionView, ops: Set[str], is_slow: Callable[[int], bool]
-) -> Iterator[Details]:
-    def occurrences() -> Iterator[tuple[str, Place]]:
+    def look(view: FunctionView) -> Iterator[tuple[str, Place]]:
         for op in view.ops:
             strides = view.array(op, "strides") if op.type in ops else None
             if strides is not None and any(map(is_slow, strides.reshape(-1).tolist())):
                 yield f"strides {strides.reshape(-1).tolist()}", Place.of(view, op)
 
-    yield from group_by_value(view, occurrences())
+    return each_value(look)
 
 
 def _has_only_factors_2_and_3(number: int) -> bool:
@@ -196,7 +182,7 @@ RULES = (
         remedy="Return the input of topk, and select outside of the model, or leave topk to "
         "ExecuTorch's CPU kernel (export --skip-op topk)",
         sources=(sources.TOPK_PLAN, sources.TOPK_TIME),
-        examine=each_function(_topk),
+        examine=each_value(_topk),
     ),
     Rule(
         name="recurrent",
@@ -206,7 +192,7 @@ RULES = (
         consequence=Consequence.LEAVES_NEURAL_ENGINE,
         remedy="Expect these on the CPU, or use convolutions or attention in their place",
         sources=(sources.RECURRENT,),
-        examine=each_function(_recurrent),
+        examine=each_value(_recurrent),
     ),
     Rule(
         name="fused-attention",
@@ -238,7 +224,7 @@ RULES = (
         consequence=Consequence.FAILS,
         remedy="Leave the embedding to the CPU (export --skip-op embedding)",
         sources=(sources.EMBEDDING,),
-        examine=each_function(_wide_gathers),
+        examine=each_value(_wide_gathers),
     ),
     Rule(
         name="infinite-mask",
@@ -258,7 +244,7 @@ RULES = (
         consequence=Consequence.SLOWER,
         remedy="Use strides of 2, 3, 4, 6, 8, 9, 12, 16, 24 or 32; this needs training",
         sources=(sources.AUTHORING_RULES,),
-        examine=each_function(_conv_strides),
+        examine=_slow_strides(_CONVOLUTIONS, lambda n: not _has_only_factors_2_and_3(n)),
     ),
     Rule(
         name="pool-stride",
@@ -268,6 +254,6 @@ RULES = (
         consequence=Consequence.SLOWER,
         remedy="Use a stride of 2 or 4; this needs training",
         sources=(sources.AUTHORING_RULES,),
-        examine=each_function(_pool_strides),
+        examine=_slow_strides(_POOLS, lambda n: n not in _FAST_POOL_STRIDES),
     ),
 )

@@ -14,6 +14,7 @@ from coreml_delegate.device_check.records import (
     Place,
     Rule,
     each_function,
+    view_details,
 )
 from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.diagnosis import Fault, ValueReport
@@ -86,12 +87,16 @@ def _units_in_vain(evidence: Evidence) -> Iterator[Details]:
 def _islands(view: FunctionView) -> Iterator[Details]:
     if _computes_only_fp32(view):
         return
-    inside = [op for op in view.ops if op.type != _CAST and _has_result(op, DType.FP32)]
+    inside = [
+        op
+        for op in view.ops
+        if op.type != _CAST and any(kind.dtype is DType.FP32 for _, kind in tensors(op.outputs))
+    ]
     for island in _connected(view, inside):
         kinds = Counter(op.type for op in island)
         listed = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
-        places = tuple(Place.of(view, op) for op in island)
-        yield Details(view.delegate, view.function.name, f"{len(island)} in fp32: {listed}", places)
+        places = (Place.of(view, op) for op in island)
+        yield view_details(view, f"{len(island)} in fp32: {listed}", places)
 
 
 def _connected(view: FunctionView, ops: Iterable[Op]) -> Iterator[list[Op]]:
@@ -112,10 +117,6 @@ def _connected(view: FunctionView, ops: Iterable[Op]) -> Iterator[list[Op]]:
             yield sorted(group[op], key=position.__getitem__)
 
 
-def _has_result(op: Op, dtype: DType) -> bool:
-    return any(kind.dtype is dtype for _, kind in tensors(op.outputs))
-
-
 def _other_types(view: FunctionView) -> Iterator[Details]:
     """Yield the ops that compute in unsupported integers or bools, one finding per type."""
     by_dtype: dict[DType, list[Op]] = {}
@@ -127,8 +128,7 @@ def _other_types(view: FunctionView) -> Iterator[Details]:
             by_dtype.setdefault(kinds[0], []).append(op)
     for dtype, ops in by_dtype.items():
         kinds = ", ".join(f"{kind} {n}" for kind, n in Counter(op.type for op in ops).most_common())
-        places = tuple(Place.of(view, op) for op in ops)
-        yield Details(view.delegate, view.function.name, f"{dtype.label}: {kinds}", places)
+        yield view_details(view, f"{dtype.label}: {kinds}", (Place.of(view, op) for op in ops))
 
 
 def _overflows(evidence: Evidence) -> Iterator[Details]:

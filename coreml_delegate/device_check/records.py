@@ -47,12 +47,7 @@ _TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A public document.
-
-    Attributes:
-        title: Author and subject.
-        url: Public address.
-    """
+    """A public document."""
 
     title: str
     url: str
@@ -64,7 +59,6 @@ class Use:
 
     Attributes:
         delegate: Its name, for example ``forward_0``; an mlpackage has the name of its folder.
-        function: Name of the function.
         compute_unit: The processors that it may use; None if unknown.
     """
 
@@ -78,7 +72,6 @@ class CheckedModel:
     """A model of one or more delegates.
 
     Attributes:
-        program: Its MIL program.
         uses: The delegates that run it, each with its function.
         modules: Module path in the original model by debug symbol of an operation; empty if
             unknown.
@@ -124,7 +117,6 @@ class Evidence:
     """The data that rules examine.
 
     Attributes:
-        models: The models of one program.
         diagnoses: Runs on the user's data, each with the name of its delegate; may be empty.
     """
 
@@ -138,7 +130,6 @@ class Place:
 
     Attributes:
         what: MIL op type, or ``input``, ``output``, ``state`` or ``weight``.
-        name: Name of the value.
         location: Location of the op; None for other places.
         module: Module path in the original model; None if unknown.
     """
@@ -199,7 +190,6 @@ class Rule:
         reason: The statement of the sources, and no more.
         consequence: The consequence of a finding.
         remedy: The remedy for the user, in the imperative.
-        sources: The documents.
         examine: Yields the details of findings.
         neural_engine: Whether it applies only to programs that may run on the neural engine.
     """
@@ -269,18 +259,24 @@ def each_function(
     return examine
 
 
-def group_by_value(
-    view: FunctionView, occurrences: Iterable[tuple[str, Place]], **fields: Any
-) -> Iterator[Details]:
-    """Group occurrences by their value; yield the details of one finding per value.
+def each_value(
+    look: Callable[[FunctionView], Iterable[tuple[str, Place]]],
+) -> Callable[[Evidence], Iterator[Details]]:
+    """Return an examination that yields one finding per function and observed value.
 
     Args:
-        view: The function.
-        occurrences: Values as text, with their places.
-        **fields: Other fields of ``Details``.
+        look: Yields the occurrences in a function: the value as text, and the place.
     """
-    places: dict[str, list[Place]] = {}
-    for got, place in occurrences:
-        places.setdefault(got, []).append(place)
-    for got, listed in places.items():
-        yield Details(view.delegate, view.function.name, got, tuple(listed), **fields)
+
+    def examine(view: FunctionView) -> Iterator[Details]:
+        places: dict[str, list[Place]] = {}
+        for got, place in look(view):
+            places.setdefault(got, []).append(place)
+        return (view_details(view, got, listed) for got, listed in places.items())
+
+    return each_function(examine)
+
+
+def view_details(view: FunctionView, got: str, places: Iterable[Place]) -> Details:
+    """Return the details of a finding in a function."""
+    return Details(view.delegate, view.function.name, got, tuple(places))

@@ -13,7 +13,8 @@ from coreml_delegate.device_check.records import (
     Place,
     Rule,
     each_function,
-    group_by_value,
+    each_value,
+    view_details,
 )
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, TensorType
@@ -31,29 +32,25 @@ _PADDED = 2**14  # size of the smallest padded tensor that is a finding, bytes
 _NORM = "layer_norm"
 
 
-def _large_dimensions(view: FunctionView) -> Iterator[Details]:
-    def occurrences() -> Iterator[tuple[str, Place]]:
-        for feature in view.function.inputs:
-            sizes = [size for shape in feature.shapes for size in shape]
-            sizes += [high or low for low, high in feature.bounds]
-            sizes += [size for size in feature.type.shape or () if size is not None]
-            if max(sizes, default=0) > LARGEST_DIMENSION:
-                yield str(max(sizes)), Place("input", feature.name)
-        for op in view.ops:
-            for _, kind in tensors(op.outputs):
-                largest = max((size for size in kind.shape or () if size), default=0)
-                if largest > LARGEST_DIMENSION:
-                    yield str(largest), Place.of(view, op)
-
-    yield from group_by_value(view, occurrences())
+def _large_dimensions(view: FunctionView) -> Iterator[tuple[str, Place]]:
+    for feature in view.function.inputs:
+        sizes = [size for shape in feature.shapes for size in shape]
+        sizes += [high or low for low, high in feature.bounds]
+        sizes += [size for size in feature.type.shape or () if size is not None]
+        if max(sizes, default=0) > LARGEST_DIMENSION:
+            yield str(max(sizes)), Place("input", feature.name)
+    for op in view.ops:
+        for _, kind in tensors(op.outputs):
+            largest = max((size for size in kind.shape or () if size), default=0)
+            if largest > LARGEST_DIMENSION:
+                yield str(largest), Place.of(view, op)
 
 
 def _state_widths(view: FunctionView) -> Iterator[Details]:
     for state in view.function.states:
         shape = state.type.shape or ()
         if shape and shape[-1] is not None and shape[-1] % _STATE_WIDTH:
-            place = Place("state", state.name)
-            yield Details(view.delegate, view.function.name, str(state.type), (place,))
+            yield view_details(view, str(state.type), [Place("state", state.name)])
 
 
 def _ranges(view: FunctionView) -> Iterator[Details]:
@@ -61,28 +58,21 @@ def _ranges(view: FunctionView) -> Iterator[Details]:
         if feature.shapes or all(low == high for low, high in feature.bounds):
             continue
         sizes = ", ".join(_range(low, high) for low, high in feature.bounds)
-        place = Place("input", feature.name)
-        yield Details(
-            view.delegate, view.function.name, f"{feature.type.dtype.label}[{sizes}]", (place,)
-        )
+        got = f"{feature.type.dtype.label}[{sizes}]"
+        yield view_details(view, got, [Place("input", feature.name)])
 
 
 def _range(low: int, high: int | None) -> str:
     return str(low) if low == high else f"{low}..{'' if high is None else high}"
 
 
-def _computed_shapes(view: FunctionView) -> Iterator[Details]:
+def _computed_shapes(view: FunctionView) -> Iterator[tuple[str, Place]]:
     if view.enumerates_shapes or view.has_ranges:
         return  # sizes are unknown because input sizes are
-    yield from group_by_value(
-        view,
-        (
-            (str(kind), Place.of(view, op))
-            for op in view.ops
-            for _, kind in tensors(op.outputs)
-            if _introduces_unknown(view, op, kind)
-        ),
-    )
+    for op in view.ops:
+        for _, kind in tensors(op.outputs):
+            if _introduces_unknown(view, op, kind):
+                yield str(kind), Place.of(view, op)
 
 
 def _introduces_unknown(view: FunctionView, op: Op, kind: TensorType) -> bool:
@@ -103,28 +93,22 @@ def _enumerated_norms(view: FunctionView) -> Iterator[Details]:
         if norms:
             shapes = max(len(feature.shapes) for feature in view.function.inputs)
             got = f"{len(norms)} with {shapes} enumerated shapes"
-            yield Details(view.delegate, view.function.name, got, tuple(norms))
+            yield view_details(view, got, norms)
 
 
 def _states_and_ranges(view: FunctionView) -> Iterator[Details]:
     flexible = [f for f in view.function.inputs if any(low != high for low, high in f.bounds)]
     fixed = [f for f in view.function.inputs if f not in flexible and not f.shapes]
     if view.function.states and flexible and fixed:
-        places = tuple(Place("input", feature.name) for feature in flexible)
         got = f"{len(flexible)} inputs with ranges, {len(fixed)} fixed"
-        yield Details(view.delegate, view.function.name, got, places)
+        yield view_details(view, got, (Place("input", feature.name) for feature in flexible))
 
 
-def _high_ranks(view: FunctionView) -> Iterator[Details]:
-    yield from group_by_value(
-        view,
-        (
-            (f"rank {len(kind.shape)}", Place.of(view, op))
-            for op in view.ops
-            for _, kind in tensors(op.outputs)
-            if kind.shape is not None and len(kind.shape) > LARGEST_RANK
-        ),
-    )
+def _high_ranks(view: FunctionView) -> Iterator[tuple[str, Place]]:
+    for op in view.ops:
+        for _, kind in tensors(op.outputs):
+            if kind.shape is not None and len(kind.shape) > LARGEST_RANK:
+                yield f"rank {len(kind.shape)}", Place.of(view, op)
 
 
 def _narrow_axes(view: FunctionView) -> Iterator[Details]:
@@ -138,8 +122,7 @@ def _narrow_axes(view: FunctionView) -> Iterator[Details]:
             factor = _padding(feature.type)
             if factor >= _WASTE:
                 got = f"{feature.type}, {factor:g} times the memory"
-                place = Place(role, feature.name)
-                yield Details(view.delegate, function.name, got, (place,))
+                yield view_details(view, got, [Place(role, feature.name)])
 
 
 def _padding(kind: TensorType) -> float:
@@ -169,7 +152,7 @@ RULES = (
         remedy="Split the dimension, for example the output features of the last linear layer, "
         "and concatenate outside of the delegate",
         sources=(sources.DIMENSIONS, sources.LARGEST_TENSOR),
-        examine=each_function(_large_dimensions),
+        examine=each_value(_large_dimensions),
     ),
     Rule(
         name="state-width",
@@ -200,7 +183,7 @@ RULES = (
         remedy="Replace the operation by one with a fixed result, a mask say, or leave it to the "
         "CPU (skip_ops_for_coreml_delegation)",
         sources=(sources.AUTHORING_RULES,),
-        examine=each_function(_computed_shapes),
+        examine=each_value(_computed_shapes),
     ),
     Rule(
         name="enumerated-layer-norm",
@@ -232,7 +215,7 @@ RULES = (
         consequence=Consequence.LEAVES_NEURAL_ENGINE,
         remedy="Merge or drop dimensions, so that five are left",
         sources=(sources.AUTHORING_RULES,),
-        examine=each_function(_high_ranks),
+        examine=each_value(_high_ranks),
     ),
     Rule(
         name="narrow-last-axis",

@@ -18,6 +18,7 @@ from coreml_delegate.device_check.records import (
     Place,
     Rule,
     each_function,
+    view_details,
 )
 from coreml_delegate.quantization.weight_inventory import DENSE, StoredWeight
 from coreml_delegate.runtime.engines.base import Array
@@ -212,7 +213,7 @@ def _blocks(view: FunctionView) -> Iterator[Details]:
             places.append(Place(_WEIGHT, op.outputs[0].name))
     if places:
         got = f"{len(places)} with several scales in a row"
-        yield Details(view.delegate, view.function.name, got, tuple(places))
+        yield view_details(view, got, places)
 
 
 RULES = (

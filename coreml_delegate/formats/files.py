@@ -71,12 +71,6 @@ def write_folder(
 ) -> None:
     """Write files below a new folder; see ``new_folder``.
 
-    Args:
-        files: Relative POSIX path to content.
-        destination: The folder to create.
-        folders: Relative POSIX paths of folders inside that exist even without files.
-        overwrite: Replace a folder that is already there.
-
     Raises:
         ProgramError: ``destination`` exists and ``overwrite`` is false.
         OSError: The parent folder cannot be written.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 
+@functools.cache
 def page_template(package: str, name: str, **filters: Callable[..., str]) -> Any:
     """Load a Jinja template of a package.
 

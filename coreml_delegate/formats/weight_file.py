@@ -47,7 +47,6 @@ class WeightRecord:
         dtype: The data type's number.
         size: Size in bytes.
         start: Offset of its first byte.
-        padding: Unused bits of its last byte.
     """
 
     dtype: int
@@ -63,7 +62,6 @@ class StoredWeight:
     Attributes:
         dtype: The data type's number.
         padding: Unused bits of its last byte.
-        data: Its bytes.
     """
 
     dtype: int
@@ -115,10 +113,6 @@ def unpack_integers(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray
 def check_header(name: str, buffer: memoryview) -> None:
     """Check that a file is a weight file.
 
-    Args:
-        name: Name of the file, for messages.
-        buffer: The whole file.
-
     Raises:
         BlobFormatError: It is too short, or of another version.
     """
@@ -157,11 +151,6 @@ def read_record(name: str, buffer: memoryview, offset: int) -> WeightRecord:
 
 def read_weight(name: str, buffer: memoryview, offset: int) -> StoredWeight:
     """Read a weight, without a copy.
-
-    Args:
-        name: Name of the file, for messages.
-        buffer: The whole file.
-        offset: Offset of the weight's record in bytes.
 
     Raises:
         BlobFormatError: The record or its data lies outside the file.

@@ -115,9 +115,6 @@ class AdapterFile:
     """A saved adapter, not yet matched to a model.
 
     Attributes:
-        name: Name of the adapter in the names of methods.
-        folder: The folder that was read.
-        config: The adapter's configuration.
         tensors: fp32 tensors by module and part.
     """
 
@@ -313,7 +310,8 @@ class Config:
                 expected="'LORA'",
             )
         _refuse_options(path, values)
-        options = {name: _read_option(path, values, name, field) for name, field in _FIELDS.items()}
+        options = {name: values.get(name, default) for name, (default, _, _) in _FIELDS.items()}
+        _check_options(path, options)
         targets = options["target_modules"]
         if isinstance(targets, str) and options["layers_to_transform"] is not None:
             raise OptionError(
@@ -410,6 +408,16 @@ def _refuse_options(path: Path, values: Mapping[str, Any]) -> None:
         )
 
 
+def _check_options(path: Path, values: Mapping[str, Any]) -> None:
+    for name, (_, accepts, expected) in _FIELDS.items():
+        if not accepts(values[name]):
+            raise OptionError(
+                f"{path} has a malformed option",
+                got=f"{name} {json.dumps(values[name])}",
+                expected=expected,
+            )
+
+
 def _as_patterns(names: Any) -> tuple[str, ...] | str:
     return names if isinstance(names, str) else tuple(names)
 
@@ -420,30 +428,8 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(cast("list[Any]", value)) if isinstance(value, list) else (value,)
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """Schema of a configuration option.
-
-    Attributes:
-        default: peft's default.
-        accepts: Whether a value is valid.
-        expected: Description of valid values, for the error message.
-    """
-
-    default: object
-    accepts: Callable[[Any], bool]
-    expected: str
-
-
-def _read_option(path: Path, values: Mapping[str, Any], name: str, field: _Field) -> Any:
-    value = values.get(name, field.default)
-    if not field.accepts(value):
-        raise OptionError(
-            f"{path} has a malformed option",
-            got=f"{name} {json.dumps(value)}",
-            expected=field.expected,
-        )
-    return value
+_Field = tuple[object, Callable[[Any], bool], str]
+"""peft's default of an option, whether a value is valid, and a description of valid values."""
 
 
 def _is_count(value: Any) -> bool:
@@ -488,22 +474,24 @@ def _is_index(value: Any) -> bool:
 
 _NAMES = "a list of names, or a pattern"
 _FIELDS: Mapping[str, _Field] = {
-    "r": _Field(8, _is_count, "an integer of at least 1"),
-    "lora_alpha": _Field(8, _is_number, "a number"),
-    "rank_pattern": _Field(
-        None, lambda v: _is_mapping(v, _is_count), "integers of at least 1 by pattern"
+    "r": (8, _is_count, "an integer of at least 1"),
+    "lora_alpha": (8, _is_number, "a number"),
+    "rank_pattern": (
+        None,
+        lambda v: _is_mapping(v, _is_count),
+        "integers of at least 1 by pattern",
     ),
-    "alpha_pattern": _Field(None, lambda v: _is_mapping(v, _is_number), "numbers by pattern"),
-    "use_rslora": _Field(False, lambda v: isinstance(v, bool), "true or false"),
-    "use_dora": _Field(False, lambda v: isinstance(v, bool), "true or false"),
-    "target_modules": _Field(None, lambda v: bool(v) and _are_names(v), _NAMES),
-    "exclude_modules": _Field(None, lambda v: v is None or _are_names(v), _NAMES),
-    "layers_to_transform": _Field(
+    "alpha_pattern": (None, lambda v: _is_mapping(v, _is_number), "numbers by pattern"),
+    "use_rslora": (False, lambda v: isinstance(v, bool), "true or false"),
+    "use_dora": (False, lambda v: isinstance(v, bool), "true or false"),
+    "target_modules": (None, lambda v: bool(v) and _are_names(v), _NAMES),
+    "exclude_modules": (None, lambda v: v is None or _are_names(v), _NAMES),
+    "layers_to_transform": (
         None,
         lambda v: v is None or _is_index(v) or _is_list(v, _is_index),
         "an index of a layer, or a list of them",
     ),
-    "layers_pattern": _Field(
+    "layers_pattern": (
         None,
         lambda v: v is None or _is_part(v) or _is_list(v, _is_part),
         "a pattern, or a list of them",

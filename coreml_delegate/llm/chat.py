@@ -22,12 +22,7 @@ _PROBE = "This is an answer."  # the template renders its end tokens after this 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation.
-
-    Attributes:
-        role: ``system``, ``user`` or ``assistant``.
-        content: The text.
-    """
+    """One turn of a conversation."""
 
     role: str
     content: str
@@ -77,9 +72,6 @@ class ChatTokenizer:
         """Return the tokens of a conversation up to the start of the next answer.
 
         Control tokens in the text of a message are encoded as plain text.
-
-        Args:
-            messages: At least one.
 
         Raises:
             OptionError: The template cannot render these messages.
@@ -159,9 +151,6 @@ class Reply:
     """An answer, and the number of tokens of its question.
 
     Attributes:
-        text: Text of the answer.
-        tokens: Its tokens.
-        ending: Why it ended.
         kept: Number of tokens that were in the context before the question.
         fed: Number of tokens fed: the question, and the tokens that the template adds.
     """
@@ -178,13 +167,6 @@ class Conversation:
 
     Args:
         generator: The model; its context is reset.
-        tokenizer: Renders the messages.
-        system: Text of the system message, or None.
-
-    Attributes:
-        generator: The model.
-        messages: All turns so far.
-        replies: One reply per answer.
     """
 
     def __init__(

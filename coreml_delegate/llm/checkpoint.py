@@ -36,9 +36,6 @@ def read_config(path: Path) -> Any:
     The model is a causal language model, an encoder-decoder model, or one of ``vision.FAMILIES``,
     which read images.
 
-    Args:
-        path: ``config.json``.
-
     Raises:
         OptionError: The file does not exist or is malformed, or describes another kind of model.
     """
@@ -78,11 +75,6 @@ def _refuse_kind(path: Path, kind: str) -> None:
 def random_decoder(config: Any, seed: int, **options: Any) -> Decoder:
     """Return a decoder with random weights; equal seeds give equal weights.
 
-    Args:
-        config: Configuration of ``transformers``.
-        seed: Seed of the weights.
-        options: Further arguments of ``Decoder``.
-
     Raises:
         OptionError: The configuration contradicts itself.
         LoweringError: See ``Decoder``.
@@ -108,10 +100,6 @@ def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
 def random_model(config: Any, seed: int) -> Any:
     """Return a model of ``transformers`` with random weights, in fp32 and eval mode.
 
-    Args:
-        config: Its configuration.
-        seed: Seed of the weights.
-
     Raises:
         OptionError: The configuration contradicts itself.
     """
@@ -125,10 +113,6 @@ def random_model(config: Any, seed: int) -> Any:
 
 def load_model(folder: Path, config: Any) -> Any:
     """Return a model of ``transformers`` with the weights of a checkpoint, as ``load_decoder``.
-
-    Args:
-        folder: Has ``*.safetensors``.
-        config: Its configuration.
 
     Raises:
         OptionError: See ``load_decoder``.

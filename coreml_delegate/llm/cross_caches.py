@@ -51,11 +51,7 @@ class _Layer(CacheLayerMixin):
 
 
 def empty_caches(layers: int) -> EncoderDecoderCache:
-    """Return empty self-attention and cross-attention caches for the first call.
-
-    Args:
-        layers: Number of layers of the decoder.
-    """
+    """Return empty self-attention and cross-attention caches for the first call."""
     own, cross = (Cache(layers=[_Layer() for _ in range(layers)]) for _ in range(2))
     return EncoderDecoderCache(own, cross)
 

@@ -45,9 +45,6 @@ class Decoder(nn.Module):
         context: Number of tokens of the longest text.
 
     Attributes:
-        model: The model.
-        context: Number of tokens of the longest text.
-        layers: Shapes of each layer's cache.
         ordered: Whether cached keys have to be in the order of their positions.
 
     Raises:
@@ -116,11 +113,7 @@ class Decoder(nn.Module):
         return torch.zeros(1, length, dtype=torch.long)
 
     def input_methods(self, chunk: int) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
-        """Return the methods that compute the inputs of ``advance``, with example inputs.
-
-        Args:
-            chunk: Number of tokens that a call takes.
-        """
+        """Return the methods that compute the inputs of ``advance``, with example inputs."""
         del chunk
         return {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from coreml_delegate.llm.cross_caches import (
     with_source,
 )
 from coreml_delegate.llm.decoder import require_equal, use_our_attention
-from coreml_delegate.llm.position_tables import tabulate_decoder_positions, tabulate_relative_biases
-from coreml_delegate.llm.residuals import scale_residuals
+from coreml_delegate.llm.positions import tabulate_decoder_positions, tabulate_relative_biases
 from coreml_delegate.llm.source import SourceKind
+from coreml_delegate.llm.stored_weights import StoredWeight
 from coreml_delegate.patches.third_party import transformers, wrap_errors
 
 _PROBE_TOKENS = 3  # of the text whose logits are compared
@@ -73,9 +74,6 @@ class EncoderDecoder(nn.Module):
             spectrograms, whose number of frames is in the configuration.
 
     Attributes:
-        model: The model.
-        kind: Kind of the encoder's source.
-        context: Number of tokens of the longest answer.
         source: Number of tokens or frames.
         layers: Shapes of the self-attention cache of each decoder layer.
         cross: Shapes of the cross-attention cache of each decoder layer.
@@ -94,7 +92,9 @@ class EncoderDecoder(nn.Module):
         self.model = model
         self.kind = source_kind(model.main_input_name)
         _refuse_experts(model)
-        self.source = _frame_count(model.config) if source is None else source
+        if source is None:  # frames of a spectrogram
+            source = _FRAMES_PER_POSITION * int(model.config.max_source_positions)
+        self.source = source
         self._refusal = f"{type(model).__name__} does not compute with caches of keys and values"
         with torch.no_grad(), wrap_errors(self._refusal, kind=LoweringError):
             trials = [self._run_trial(source) for source in self._sources()]
@@ -224,7 +224,7 @@ class EncoderDecoder(nn.Module):
         with wrap_errors(f"{type(model).__name__} has no {self.context} positions"):
             tabulate_decoder_positions(model, self.context)
         _use_gelu(model)
-        scale_residuals(model)
+        _scale_residuals(model)
         use_our_attention(model)
 
     def _check(self, trial: _Trial) -> None:
@@ -310,6 +310,55 @@ def _initialized_layers(cache: Any) -> tuple[LayerCache, ...]:
     return read_layers(used)
 
 
-def _frame_count(config: Any) -> int:
-    """Return the number of frames of a spectrogram."""
-    return _FRAMES_PER_POSITION * config.max_source_positions
+# T5's residual stream exceeds 65504, the largest fp16 number, and its modules clamp it. Every layer
+# reads it through an RMS norm, which is scale-invariant except for its epsilon: with the factor f
+# of all terms and f^2 of epsilon the result is the same. f is a power of two, so it is exact in
+# fp32.
+
+_FACTOR = 1 / 16
+"""sqrt(1e-6) times this, the root of the scaled epsilon, is still a normal fp16 number."""
+
+
+class _ScaledEmbedding(nn.Module):
+    """An embedding, whose weight may be shared, times ``_FACTOR``."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [..., width] of ``tokens`` [...]."""
+        return self.embedding(tokens) * _FACTOR
+
+
+def _scale_residuals(model: Any) -> None:
+    """Scale the residual stream of T5 in place; other models are not changed."""
+    for stack in (model.get_encoder(), model.get_decoder()):
+        if not all(hasattr(stack, name) for name in ("block", "embed_tokens", "final_layer_norm")):
+            return
+        stack.embed_tokens = _ScaledEmbedding(stack.embed_tokens)
+        for module in stack.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon *= _FACTOR**2
+            if (linear := _branch_layer(module)) is not None:
+                linear.weight = nn.Parameter(_scaled_weight(linear.weight), requires_grad=False)
+
+
+def _branch_layer(module: Any) -> Any:
+    """Return the linear layer that scales with a module's residual branch, or None.
+
+    For a gated layer wo(gelu(wi_0 x) * wi_1 x) it is wi_1, because the product may overflow too.
+    """
+    if hasattr(module, "wo"):
+        return getattr(module, "wi_1", module.wo)
+    return module.o if all(hasattr(module, name) for name in "qkvo") else None
+
+
+def _scaled_weight(weight: torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, StoredWeight):
+        return StoredWeight(partial(_read_scaled, weight), weight.shape)
+    return weight * _FACTOR
+
+
+def _read_scaled(weight: StoredWeight) -> torch.Tensor:
+    return weight.read() * _FACTOR

@@ -144,7 +144,7 @@ def _method_modules(
             decoder, layout.chunk, layout.context, selection=layout.selection, suffix=suffix
         )
         return [(forward, (chunk, position, last))]
-    caches = _empty_caches(decoder, layout.context)
+    caches = [c for layer in decoder.layers for c in layer.empty(layout.context, 0).values()]
     return [
         (Decode(decoder, layout.selection), (decoder.inputs(1), position, caches)),
         (Prefill(decoder, layout.selection), (chunk, position, last, caches)),
@@ -270,11 +270,9 @@ class Forward(nn.Module):
     caches have room for padding after the last token of the context.
 
     Args:
-        decoder: The model.
         length: Number of tokens of a chunk.
         context: Number of tokens of the longest text.
         selection: Tokens to return in place of logits; None for logits.
-        suffix: Suffix of the buffers' names.
     """
 
     def __init__(
@@ -314,10 +312,6 @@ class Forward(nn.Module):
 
 def _select(logits: torch.Tensor, selection: Selection | None) -> tuple[torch.Tensor, ...]:
     return (logits,) if selection is None else selection.select(logits)
-
-
-def _empty_caches(decoder: Decoder, context: int) -> list[torch.Tensor]:
-    return [empty for layer in decoder.layers for empty in layer.empty(context, 0).values()]
 
 
 def _quantize(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:

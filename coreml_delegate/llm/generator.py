@@ -35,12 +35,7 @@ class Ending(enum.Enum):
 
 @dataclass(slots=True)
 class Throughput:
-    """Number of computed tokens, and the time.
-
-    Attributes:
-        tokens: Number of tokens.
-        seconds: Time of computing them.
-    """
+    """Number of computed tokens, and the time."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -116,14 +111,7 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses tokens from logits; equal settings and logits give equal tokens.
-
-    Args:
-        sampling: The settings.
-
-    Attributes:
-        sampling: The settings.
-    """
+    """Chooses tokens from logits; equal settings and logits give equal tokens."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -156,7 +144,6 @@ class Generator:
         adapter: Name of the adapter to compute with; None for the base model.
 
     Attributes:
-        layout: Methods and sizes that the program declares.
         prefill: Throughput of tokens fed in chunks.
         decode: Throughput of tokens fed one by one.
         encoder: Throughput of source tokens, or of frames of spectrograms.

@@ -140,15 +140,13 @@ def _scaled_size(size: tuple[int, int], side: int, *, shorter: bool) -> tuple[in
     """Scale a size to a shorter or longer side of ``side``, at about the same aspect ratio."""
     width, height = size
     if shorter:
-        return (
-            (side, int(side * height / width))
-            if width <= height
-            else (int(side * width / height), side)
-        )
+        if width <= height:
+            return side, int(side * height / width)
+        return int(side * width / height), side
     # transformers makes the shorter side even.
     other = int(side / (width / height)) if width >= height else int(side * (width / height))
-    other += other % 2
-    return (side, max(other, 1)) if width >= height else (max(other, 1), side)
+    other = max(other + other % 2, 1)
+    return (side, other) if width >= height else (other, side)
 
 
 @dataclass(frozen=True, slots=True)

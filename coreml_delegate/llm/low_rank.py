@@ -83,7 +83,6 @@ class Adapter:
     """An adapter fitted to a decoder.
 
     Attributes:
-        name: Name of the adapter in the names of methods.
         modules: Modules that replace the decoder's modules, by name in its model.
         ranks: The distinct ranks in ascending order.
     """

@@ -37,7 +37,6 @@ class Source:
     """The constants that only an encoder-decoder model has.
 
     Attributes:
-        kind: Kind of the encoder's input.
         length: Tokens of the longest source text, or frames of a spectrogram.
         start: Tokens at the start of every answer.
         suppressed: Tokens that are never generated.

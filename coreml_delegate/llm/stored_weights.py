@@ -40,9 +40,6 @@ class StoredWeight(torch.Tensor):
     Args:
         read: Reads the files; returns a contiguous fp32 tensor.
         shape: Its shape.
-
-    Attributes:
-        read: The argument.
     """
 
     @staticmethod

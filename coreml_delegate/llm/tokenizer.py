@@ -69,9 +69,6 @@ def tokenizer_file(path: Path) -> Path:
 class FileTokenizer:
     """Tokenizer of a Hugging Face ``tokenizer.json``.
 
-    Args:
-        path: The file, or its folder.
-
     Raises:
         OptionError: The file cannot be read, or the ``tokenizers`` package is not installed.
     """

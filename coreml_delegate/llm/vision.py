@@ -151,7 +151,6 @@ class VisionDecoder(Decoder):
         context: Number of positions of the longest text, images included.
 
     Attributes:
-        size: Height and width of images.
         positions: Number of positions of an image.
 
     Raises:

@@ -117,10 +117,6 @@ def _lower(program: ExportedProgram, options: CompileOptions) -> Files:
 def check_translation(program: ExportedProgram, options: CompileOptions) -> None:
     """Check that coremltools translates a subgraph, whose constants may lack values.
 
-    Args:
-        program: The subgraph; it may be modified.
-        options: The compile options.
-
     Raises:
         ConversionError: Coremltools failed.
     """

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -31,7 +30,7 @@ from coreml_delegate.formats.blob_layout import (
     debug_info_in,
     debug_symbol,
 )
-from coreml_delegate.ops.call import GETITEM, target_name
+from coreml_delegate.ops.call import GETITEM, target_name, tensors_of
 
 HANDLE = "debug_handle"
 """Key in a node's metadata, of ExecuTorch and of coremltools."""
@@ -63,7 +62,7 @@ def number_calls(program: ExportedProgram) -> dict[int, NumberedCall]:
     number: dict[Node, int] = {}
     numbers = itertools.count(1)
     for node in _calls(program):
-        number[node] = number[_producer(node)] if _is_item(node) else next(numbers)
+        number[node] = number[node.all_input_nodes[0]] if _is_item(node) else next(numbers)
         node.meta[HANDLE] = number[node]
     users: dict[int, dict[int, None]] = {n: {} for n in number.values()}
     sources: dict[int, dict[int, None]] = {n: {} for n in number.values()}
@@ -241,14 +240,9 @@ def _is_item(node: Node) -> bool:
     return target_name(node.target) == GETITEM and isinstance(node.args[0], Node)
 
 
-def _producer(item: Node) -> Node:
-    return item.all_input_nodes[0]
-
-
 def _shapes(value: Any) -> Iterator[tuple[int | None, ...]]:
-    for tensor in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(tensor, torch.Tensor):
-            yield tuple(size if isinstance(size, int) else None for size in tensor.shape)
+    for tensor in tensors_of(value):
+        yield tuple(size if isinstance(size, int) else None for size in tensor.shape)
 
 
 def _absorb_calls(

@@ -19,11 +19,12 @@ from executorch.exir.lowered_backend_module import (
     create_submodule_from_nodes,
 )
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from coreml_delegate.lowering.subgraph import without_memory
 from coreml_delegate.ops.constants import stored_nodes
+from coreml_delegate.ops.edits import all_nodes
 from coreml_delegate.patches.torch import replace_in_signature, set_parts
 
 _TAG = "delegation_tag"
@@ -42,9 +43,8 @@ def set_tag(node: Node, tag: str) -> None:
 
 def remove_tags(program: ExportedProgram) -> None:
     """Remove all tags from the graph and its branches."""
-    for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            node.meta.pop(_TAG, None)
+    for node in all_nodes(program):
+        node.meta.pop(_TAG, None)
 
 
 def tag_constants(program: ExportedProgram) -> None:

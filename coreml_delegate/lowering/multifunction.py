@@ -229,7 +229,11 @@ def _share_by_position(partitions: _Partitions) -> _Results:
     if ModelType.COMPILED_MODEL in kinds:
         check_compiler()
     # Only the merged model is compiled.
-    lowered = _by_method(_lower_each([_as_package(partition) for partition in everything]))
+    packages = [
+        replace(partition, options=replace(partition.options, model_type=ModelType.MODEL))
+        for partition in everything
+    ]
+    lowered = _by_method(_lower_each(packages))
     results: _Results = {}
     for row in zip(*lowered.values(), strict=True):
         models = [FunctionModel.of(entry.files) for entry in row]
@@ -257,10 +261,6 @@ def _with_sharing_target(partition: _Partition) -> _Partition:
         target = max(required_opset(partition.program, boundary), STATE_OPSET)
         options = replace(options, deployment_target=target)
     return replace(partition, options=options)
-
-
-def _as_package(partition: _Partition) -> _Partition:
-    return replace(partition, options=replace(partition.options, model_type=ModelType.MODEL))
 
 
 def _share_where_safe(partitions: _Partitions) -> _Results:
@@ -312,17 +312,13 @@ def _group_by_common_weights(models: Sequence[FunctionModel]) -> list[list[int]]
     groups: list[tuple[set[object], list[int]]] = []
     for index, model in enumerate(models):
         keys: set[object] = set(model.weights)
-        joined = [group for group in groups if group[0] & keys]
-        groups = [group for group in groups if not group[0] & keys]
-        groups.append(
-            (keys.union(*(group[0] for group in joined)), sorted([index, *_members(joined)]))
-        )
+        members = [index]
+        for group in [group for group in groups if group[0] & keys]:
+            groups.remove(group)
+            keys |= group[0]
+            members += group[1]
+        groups.append((keys, sorted(members)))
     return sorted(members for _, members in groups)
-
-
-def _members(groups: Iterable[tuple[set[object], list[int]]]) -> Iterator[int]:
-    for _, members in groups:
-        yield from members
 
 
 def _target_reason(models: Sequence[FunctionModel]) -> str:

@@ -47,9 +47,6 @@ class BlobStorageWriter:
     """Writer of a weight file, with the methods that coremltools calls.
 
     Each takes numbers, [count], and returns the offset of the weight's record in bytes.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: str) -> None:
@@ -80,9 +77,6 @@ class BlobStorageReader:
     """Reader of a weight file, with the methods that coremltools calls.
 
     Each takes the offset of a weight's record in bytes and returns its numbers, [count].
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: str) -> None:
@@ -130,10 +124,6 @@ def _spec_of(package: Path) -> Path:
     return package / locate_spec(map_folder(package))
 
 
-def _weights_of(package: Path) -> Path:
-    return _spec_of(package).with_name(WEIGHTS)
-
-
 def _load_spec(path: str) -> Any:
     """Read the specification of an ``.mlmodel`` or an mlpackage."""
     file = Path(path)
@@ -144,7 +134,7 @@ def _load_spec(path: str) -> Any:
 
 def _find_weights(path: str) -> str | None:
     """Return the weights folder of an mlpackage, None if missing."""
-    weights = _weights_of(Path(path))
+    weights = _spec_of(Path(path)).with_name(WEIGHTS)
     return str(weights) if weights.is_dir() else None
 
 

@@ -34,9 +34,6 @@ from coreml_delegate.ops.record import OpRecord
 def prepare(program: ExportedProgram) -> None:
     """Rewrite ``program`` in place, without a change of its results.
 
-    Args:
-        program: A subgraph.
-
     Raises:
         ContractError: See ``make_states``.
     """

@@ -181,14 +181,14 @@ def _tensors(program: ExportedProgram) -> dict[str, torch.Tensor]:
 
 
 def _same(old: Mapping[str, tuple[torch.Tensor, int]], new: Mapping[str, torch.Tensor]) -> bool:
-    return old.keys() == new.keys() and all(
-        tensor._version == version and (tensor is new[name] or _equal(tensor, new[name]))
-        for name, (tensor, version) in old.items()
-    )
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
+    if old.keys() != new.keys():
+        return False
+    for name, (tensor, version) in old.items():
+        other = new[name]
+        is_equal = tensor is other or (tensor.dtype == other.dtype and torch.equal(tensor, other))
+        if tensor._version != version or not is_equal:
+            return False
+    return True
 
 
 def _describe(value: Any) -> str:
@@ -238,7 +238,7 @@ class ConversionCacheEntry:
         key = hashlib.sha256(digest(*lines).encode())
         for name, value in sorted(constants.items()):
             key.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-            key.update(_bytes_of(value))
+            key.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         return cls(EntryCache(cache_options), key.digest())
 
     def find(self) -> Files | None:
@@ -262,10 +262,6 @@ class ConversionCacheEntry:
 def _is_plain(value: Any) -> bool:
     is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
     return is_tensor and type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _outside_graph(program: ExportedProgram, options: CompileOptions) -> Iterable[str]:

@@ -351,10 +351,6 @@ def _require_executorch(node: Node, reason: Reason) -> None:
 def restore_control_flow(program: ExportedProgram, reason: Reason) -> None:
     """Replace placeholder ops by the higher-order ops of torch.
 
-    Args:
-        program: In ATen dialect; it is changed.
-        reason: Why the calls stay out of Core ML.
-
     Raises:
         UnsupportedOperatorError: ExecuTorch lacks the op.
     """

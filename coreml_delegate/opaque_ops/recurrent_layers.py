@@ -25,7 +25,7 @@ from coreml_delegate.mil.compose.recurrent import Stack
 from coreml_delegate.ops import Reason, obstacle
 from coreml_delegate.ops.call import RECURRENT, is_placeholder_op, overload_of, target_name
 from coreml_delegate.ops.constants import stored_nodes
-from coreml_delegate.ops.edits import arguments_of, shape_of
+from coreml_delegate.ops.edits import arguments_of, decompose, shape_of
 from coreml_delegate.ops.mil_ops import value_in
 from coreml_delegate.patches.torch import OpOverload, detect_fake_mode, schema_of, wrapped_kernels
 from coreml_delegate.targets import Opset
@@ -96,11 +96,7 @@ def protect_recurrent_layers(program: ExportedProgram) -> ExportedProgram:
     Args:
         program: In ATen dialect; it is not changed.
     """
-    targets = {node.target for node in program.graph.nodes}
-    table: dict[Any, Any] = {
-        op: placeholder for op, placeholder in PLACEHOLDER_OPS.items() if op in targets
-    }
-    return program.run_decompositions(table) if table else program
+    return decompose(program, PLACEHOLDER_OPS)
 
 
 def restore_refused_layers(

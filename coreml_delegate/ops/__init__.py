@@ -6,6 +6,8 @@ that are not delegated, ``COMPOSITES`` the ops that only the quantizer sees.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
@@ -14,29 +16,7 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.ops import (
-    activation,
-    compressed,
-    control_flow,
-    convolution,
-    creation,
-    detection,
-    elementwise,
-    indexing,
-    linear,
-    linear_algebra,
-    logic,
-    mil_ops,
-    normalization,
-    pooling,
-    quantized,
-    recurrent,
-    reduction,
-    resizing,
-    shape,
-    sizes,
-    windows,
-)
+from coreml_delegate.ops import mil_ops
 from coreml_delegate.ops.boundary import boundary_obstacles
 from coreml_delegate.ops.call import GETITEM, OpCall, Reason, ReasonCode, called_target, target_name
 from coreml_delegate.ops.constants import narrow_constants, stored_nodes
@@ -47,28 +27,11 @@ from coreml_delegate.ops.record import OpRecord
 from coreml_delegate.ops.refused import REFUSED
 from coreml_delegate.targets import Opset
 
-FAMILIES = (
-    activation,
-    compressed,
-    control_flow,
-    convolution,
-    creation,
-    detection,
-    elementwise,
-    indexing,
-    linear,
-    linear_algebra,
-    logic,
-    normalization,
-    pooling,
-    quantized,
-    recurrent,
-    reduction,
-    resizing,
-    shape,
-    sizes,
-    windows,
+_MODULES = (
+    importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)
 )
+FAMILIES: tuple[Any, ...] = tuple(module for module in _MODULES if hasattr(module, "RECORDS"))
+"""The modules of this package that have records."""
 
 
 def _by_target(records: Iterable[OpRecord]) -> Mapping[str, OpRecord]:

@@ -63,12 +63,7 @@ def boundary_obstacles(
 def shared_across_partitions(
     graph: Graph, groups: Iterable[Collection[Node]]
 ) -> dict[Node, Reason]:
-    """Return calls in several groups that share a tensor which cannot cross a boundary.
-
-    Args:
-        graph: In edge dialect.
-        groups: The calls of each partition.
-    """
+    """Return calls in several groups that share a tensor which cannot cross a boundary."""
     group_of = {node: n for n, group in enumerate(groups) for node in group}
     reasons: dict[Node, Reason] = {}
     for value, code, text, remedy in _tensors_that_cannot_cross(graph, (), ()):

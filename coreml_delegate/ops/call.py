@@ -96,7 +96,6 @@ class OpCall:
     """A call of an ATen op in a graph.
 
     Attributes:
-        node: The call.
         arguments: By schema name, defaults included.
         constants: The stored constants of the graph; see ``ops.constants``.
     """
@@ -182,10 +181,12 @@ def called_target(node: Node) -> Any:
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     for item in flatten(value):
-        value_of_item = item.meta.get("val") if isinstance(item, Node) else item
-        for tensor in flatten(value_of_item):
-            if isinstance(tensor, torch.Tensor):
-                yield tensor
+        yield from tensors_of(item.meta.get("val") if isinstance(item, Node) else item)
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a node's ``meta["val"]``, which may be a tuple of them."""
+    return (item for item in flatten(value) if isinstance(item, torch.Tensor))
 
 
 def flatten(value: Any) -> Iterator[Any]:

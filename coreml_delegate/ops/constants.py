@@ -125,12 +125,9 @@ def is_derived(node: Node, constants: Collection[Node]) -> bool:
     """Return whether a node is in ``constants``, an attribute, or dequantized from such nodes."""
     if node.op == "get_attr" or node in constants:
         return True
-    if node.op != "call_function":
+    if node.op != "call_function" or not _dequantizes(node):
         return False
-    dequantizes = target_name(node.target) in DEQUANTIZE | DECOMPRESS
-    return (dequantizes or casts_codes(node)) and all(
-        is_derived(source, constants) for source in node.all_input_nodes
-    )
+    return all(is_derived(source, constants) for source in node.all_input_nodes)
 
 
 def casts_codes(node: Node) -> bool:

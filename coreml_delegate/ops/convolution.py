@@ -7,10 +7,10 @@ from functools import partial
 
 from torch.fx import Node
 
-from coreml_delegate.ops.call import OpCall, ReasonCode, per_dim, target_name
+from coreml_delegate.ops.call import OpCall, ReasonCode, per_dim, target_name, tensors_of
 from coreml_delegate.ops.constraints import IsConstant, holds
 from coreml_delegate.ops.edits import ATEN, arguments_of, become, insert, set_arguments, value_of
-from coreml_delegate.ops.flops import elements, extent, result_elements, tensors_of
+from coreml_delegate.ops.flops import elements, extent, result_elements
 from coreml_delegate.ops.quantization import CompositeOp, Pattern, Quantization, Tail
 from coreml_delegate.ops.record import OpRecord
 

@@ -6,6 +6,7 @@ it, and it becomes the last call itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,7 @@ from executorch.exir.dialects._ops import ops as exir_ops
 from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from coreml_delegate.ops.call import GETITEM, OpCall, overload_of, target_name
@@ -134,6 +135,20 @@ def positional(*names: str) -> Rewrite:
         become(node, node.target, *(cast(node, arguments[n], dtype) for n in names))
 
     return rewrite
+
+
+def decompose(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram:
+    """Return ``program`` with the ops of a table decomposed; unchanged if it calls none of them."""
+    targets = {node.target for node in program.graph.nodes}
+    present = {op: function for op, function in table.items() if op in targets}
+    return program.run_decompositions(present) if present else program
+
+
+def all_nodes(program: ExportedProgram) -> Iterator[Node]:
+    """Yield the nodes of a program's graph and of the graphs of its branches."""
+    for module in program.graph_module.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
 
 
 def add_constant(

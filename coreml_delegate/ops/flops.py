@@ -11,14 +11,14 @@ run time counts as 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from coreml_delegate.ops.call import OpCall, overload_of
+from coreml_delegate.ops.call import OpCall, overload_of, tensors_of
 from coreml_delegate.patches.torch import schema_of
 
 Estimator = Callable[[OpCall], int]
@@ -87,15 +87,6 @@ WITHOUT_RECORD: Mapping[str, Estimator] = MappingProxyType(
     }
 )
 """Ops that are never delegated, by name without namespace, overload and ``_copy``."""
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a node's ``meta["val"]``, which may be a tuple of them."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of(item)
 
 
 def elements(tensor: torch.Tensor) -> int:

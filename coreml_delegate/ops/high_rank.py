@@ -34,12 +34,7 @@ def has_high_rank(call: OpCall) -> bool:
 
 
 def merge_dimensions(node: Node, merge: Merge) -> None:
-    """Make a call on tensors of at most five dimensions, and view the result in its shape.
-
-    Args:
-        node: A call whose producers are merged already.
-        merge: The ``merge`` of its record.
-    """
+    """Make a call on tensors of at most five dimensions, and view the result in its shape."""
     call = OpCall.of(node)
     steps = merge(call)
     if not steps:

@@ -6,7 +6,7 @@ booleans and literal arguments. Integer inputs of the program are unbounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,15 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from coreml_delegate.ops.call import INT32, NARROW, OpCall, Reason, ReasonCode, target_name
+from coreml_delegate.ops.call import (
+    INT32,
+    NARROW,
+    OpCall,
+    Reason,
+    ReasonCode,
+    target_name,
+    tensors_of,
+)
 from coreml_delegate.ops.constants import stored_constants
 from coreml_delegate.ops.intervals import UNKNOWN, Interval, hull, product
 from coreml_delegate.ops.record import numbers_fit
@@ -148,13 +156,7 @@ def _value_range(value: torch.Tensor | None) -> Interval:
 
 
 def _is_int64(node: Node) -> bool:
-    return any(tensor.dtype is torch.int64 for tensor in _results(node))
-
-
-def _results(node: Node) -> Iterator[torch.Tensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, list | tuple) else (value,)
-    yield from (v for v in values if isinstance(v, torch.Tensor))
+    return any(tensor.dtype is torch.int64 for tensor in tensors_of(node.meta.get("val")))
 
 
 def _is_fake_integer(value: torch.Tensor | None) -> bool:
@@ -194,8 +196,6 @@ class _Operands:
     """Bounds of the arguments of a call.
 
     Attributes:
-        call: The call.
-        ranges: Bounds of preceding nodes.
         sizes: Ranges of the symbols in sizes.
     """
 
@@ -399,7 +399,7 @@ def _dtype_range(dtype: torch.dtype) -> Interval:
 def _range_of(operands: _Operands) -> Interval:
     """Return the bounds of the integers in all results of a call."""
     node = operands.call.node
-    dtypes = {tensor.dtype for tensor in _results(node)}
+    dtypes = {tensor.dtype for tensor in tensors_of(node.meta.get("val"))}
     if not dtypes:
         return _size_range(node.meta.get("val"), operands.sizes)
     dtype = next(iter(dtypes))

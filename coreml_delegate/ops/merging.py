@@ -213,7 +213,7 @@ def _broadcast(call: OpCall, trailing: int) -> Sequence[MergedCall]:
     is_broadcast = [tuple(_is_one(sizes[dim]) for sizes in aligned.values()) for dim in range(rank)]
     groups = _groups(rank, is_broadcast, anywhere=[d for d in range(rank) if _is_one(shape[d])])
     shapes = {
-        name: [[*_without_leading_ones(_merged_sizes(sizes, groups)), *sizes[rank:]]]
+        name: [[*itertools.dropwhile(_is_one, _merged_sizes(sizes, groups)), *sizes[rank:]]]
         for name, sizes in aligned.items()
     }
     return (MergedCall(shapes),)
@@ -255,10 +255,6 @@ def _groups(
 
 def _merged_sizes(sizes: Sizes, groups: Sequence[Sequence[int]]) -> list[Any]:
     return [math.prod(sizes[dim] for dim in group) for group in groups]
-
-
-def _without_leading_ones(sizes: Sizes) -> list[Any]:
-    return list(itertools.dropwhile(_is_one, sizes))
 
 
 def _sizes(call: OpCall, name: str) -> Sizes:

@@ -60,11 +60,7 @@ def scatter_reduce() -> Any:
 
 
 def sliding_windows() -> Any:
-    """Windows along one dimension, whose elements become the last dimension, as one op.
-
-    Returns:
-        ATen's operator.
-    """
+    """Windows along one dimension, whose elements become the last dimension, as one op."""
     return torch.ops.aten.unfold_copy.default
 
 
@@ -90,9 +86,6 @@ def look_up() -> Any:
 
 def placeholder_op(overload: OpOverload) -> OpOverload:
     """Recurrent layers, which coremltools unrolls or does not translate.
-
-    Args:
-        overload: One of ATen's recurrent ops.
 
     Returns:
         Its placeholder op; see ``opaque_ops.recurrent_layers``.

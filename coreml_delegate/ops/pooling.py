@@ -86,12 +86,9 @@ def _window_argument(call: OpCall, name: str, spatial: list[Any]) -> list[int]:
 
 def _few_elements(call: OpCall) -> bool:
     """A dilated window has few elements: each element of a side becomes an op."""
-    dilation, kernel = ([v] if isinstance(v, int) else v for v in _dilation_and_kernel(call))
+    options = (call.arguments[name] for name in ("dilation", "kernel_size"))
+    dilation, kernel = ([v] if isinstance(v, int) else v for v in options)
     return all(d == 1 for d in dilation) or sum(kernel) <= _MAX_OPS
-
-
-def _dilation_and_kernel(call: OpCall) -> tuple[int | list[int], int | list[int]]:
-    return call.arguments["dilation"], call.arguments["kernel_size"]
 
 
 @dataclass(frozen=True, slots=True)

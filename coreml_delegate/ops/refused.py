@@ -14,12 +14,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why an op is not delegated.
-
-    Attributes:
-        text: The obstacle.
-        remedy: What the user can do, or None.
-    """
+    """Why an op is not delegated."""
 
     text: str
     remedy: str | None = None

@@ -40,7 +40,6 @@ class QuantizedModel:
     """A model after quantization.
 
     Attributes:
-        source: The quantized model.
         in_float: Assigned modules that stay in float, with the reason.
     """
 

@@ -108,12 +108,7 @@ class QuantizationAssignment:
         try:
             return cls.from_document(document)
         except OptionError as error:
-            raise OptionError(
-                f"{path}: {error.what}",
-                got=error.got,
-                expected=error.expected,
-                remedy=error.remedy,
-            ) from error
+            raise error.prefixed(f"{path}: ") from error
 
     @classmethod
     def from_document(cls, document: object) -> QuantizationAssignment:

@@ -9,6 +9,7 @@ import enum
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from coreml_delegate.errors import OptionError, near_matches
@@ -128,106 +129,87 @@ def _row(form: str, numbers: Sequence[int] = (), field: str = "", **properties: 
 
 
 _GROUPS = range(2, 4097)
+_pt2e, _modules, _conversion = (partial(_row, method=method) for method in Method)
 _ROWS = (
-    _row(
+    _pt2e(
         "int8-static",
-        method=Method.PT2E,
         bits=8,
         activations=True,
         target=Opset.iOS17,
         relief="int8-weight",
         summary="weights and activations in 8 bits; needs calibration data",
     ),
-    _row(
+    _pt2e(
         "int8-weight",
-        method=Method.PT2E,
         bits=8,
         target=Opset.iOS17,
         summary="weights of every kind of layer in 8 bits, a scale per output channel",
     ),
-    _row(
+    _pt2e(
         "int4-weight",
-        method=Method.PT2E,
         bits=4,
         target=Opset.iOS18,
         relief="int8-weight",
         summary="weights of every kind of layer in 4 bits, a scale per output channel",
     ),
-    _row(
+    _modules(
         "int8-channel",
-        method=Method.MODULES,
         bits=8,
         target=Opset.iOS16,
         summary="linear layers and embeddings in 8 bits, a scale per output channel",
     ),
-    _row(
+    _modules(
         "int4-channel",
-        method=Method.MODULES,
         bits=4,
         target=Opset.iOS18,
         relief="int8-channel",
         summary="linear layers and embeddings in 4 bits, a scale per output channel",
     ),
-    _row(
+    _modules(
         "int8-groupN",
         _GROUPS,
         "group_size",
-        method=Method.MODULES,
         bits=8,
         target=Opset.iOS18,
         summary="linear layers and embeddings in 8 bits, a scale for N weights",
     ),
-    _row(
+    _modules(
         "int4-groupN",
         _GROUPS,
         "group_size",
-        method=Method.MODULES,
         bits=4,
         target=Opset.iOS18,
         relief="int8-channel",
         summary="linear layers and embeddings in 4 bits, a scale for N weights",
     ),
-    _row(
+    _modules(
         "codebook-N",
         range(1, 9),
         "bits",
-        method=Method.MODULES,
         codebook=True,
         target=Opset.iOS18,
         relief="int8-channel",
         summary="linear layers and embeddings as N-bit indices into 2**N values",
     ),
-    _row(
+    _conversion(
         "palettize-N",
         (1, 2, 3, 4, 6, 8),
         "bits",
-        method=Method.CONVERSION,
         codebook=True,
         target=Opset.iOS16,
         summary="weights of more than 2048 elements as N-bit indices, after conversion",
     ),
-    _row(
+    _conversion(
         "prune-N",
         range(1, 100),
         "sparsity",
-        method=Method.CONVERSION,
         bits=16,
         target=Opset.iOS16,
         summary="the smallest N percent of the same weights become zero, after conversion",
     ),
 )
-MODES_BY_FORM = MappingProxyType({row.form: row.mode for row in _ROWS})
-"""Modes by form; one representative per family."""
-
 FORMS: Mapping[str, str] = MappingProxyType({row.form: row.mode.summary for row in _ROWS})
 """Summary of each form of mode names, for help texts."""
-
-_EXAMPLES = {"N": "32", "codebook-N": "4", "palettize-N": "4", "prune-N": "50"}
-
-
-def example_of(form: str) -> str:
-    """Return an example of a form."""
-    return form.replace("N", _EXAMPLES.get(form, _EXAMPLES["N"]))
 
 
 def mode_of(name: str) -> QuantizationMode:

@@ -42,9 +42,6 @@ class LayerSensitivity:
     """Accuracy of the model with only one layer quantized.
 
     Attributes:
-        path: Path of the module.
-        kind: Op or class of the module.
-        weights: Number of weights of the module.
         sqnr_db: SQNR of the model's worst output against the float model; inf if they are equal.
     """
 
@@ -59,13 +56,11 @@ class Sensitivity:
     """Accuracy of the quantized model, by layer, and a suggested assignment that loses less.
 
     Attributes:
-        mode: The quantization mode.
         layers: The layers that the mode quantizes, the most sensitive first.
         uniform_db: SQNR with all layers quantized by ``mode``.
         target_db: Target SQNR of the suggestion.
         suggestion: The assignment that reaches the target and quantizes most; if the target is out
             of reach, the assignment with the largest SQNR.
-        suggested_db: SQNR of the suggestion.
     """
 
     mode: QuantizationMode
@@ -117,8 +112,6 @@ class SensitivityStudy:
     """Measures layers one by one, and searches for a mix of modes.
 
     Args:
-        source: The model, which is not modified.
-        mode: The quantization mode.
         samples: Inputs to calibrate with, each flattened as ``source.leaves``.
         data: Inputs to compare the outputs on; None for ``samples``. It is iterated for each
             measurement, and the model's outputs are recomputed each time, so that it may be larger
@@ -199,11 +192,7 @@ class _RecomputedOutputs:
 
 
 class _Trial(ABC):
-    """Quantizes copies of a model by different assignments.
-
-    Attributes:
-        kinds: Op or class of each layer that the mode quantizes, by path.
-    """
+    """Quantizes copies of a model by different assignments."""
 
     kinds: Mapping[str, str]
 

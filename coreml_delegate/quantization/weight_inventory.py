@@ -34,7 +34,6 @@ class StoredWeight:
     """A weight tensor in storage.
 
     Attributes:
-        name: Name of the value in the program.
         shape: Shape of the decompressed tensor.
         dtype: Element type of the decompressed tensor.
         scheme: ``dense``, or words such as ``affine``, ``blockwise``, ``lut`` and ``sparse``.
@@ -205,9 +204,8 @@ def _stored_as(op: Op, producers: Mapping[str, Op]) -> str:
     """Return the stored element type of the weights."""
     for part in [op] if op.type == _CONST else list(_decompression_chain(op, producers)):
         parameters = dict(_parameters(part, producers))
-        element = parameters.get(
-            "val" if part is op and op.type == _CONST else _data_parameter(part)
-        )
+        is_dense = part is op and op.type == _CONST
+        element = parameters.get("val" if is_dense else _SCHEMES.get(part.type, ("", ""))[1])
         if element is None:
             continue
         table = parameters.get(_TABLE)
@@ -216,10 +214,6 @@ def _stored_as(op: Op, producers: Mapping[str, Op]) -> str:
             return f"uint{max(math.ceil(math.log2(table.data.size)), 1)}"
         return _label(element)
     return _label(next(c for _, c in _stored_constants(op, producers)))
-
-
-def _data_parameter(op: Op) -> str:
-    return _SCHEMES.get(op.type, ("", ""))[1]
 
 
 def _label(constant: Constant) -> str:

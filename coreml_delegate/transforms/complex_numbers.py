@@ -8,7 +8,7 @@ outputs of the program stay real.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ from torch.fx.node import map_arg
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.exported.module_scope import scopes_of
 from coreml_delegate.exported.source_lines import source_of
-from coreml_delegate.ops.call import target_name
+from coreml_delegate.ops.call import target_name, tensors_of
 from coreml_delegate.ops.constants import stored_constants
-from coreml_delegate.ops.edits import add_placeholder, value_of
+from coreml_delegate.ops.edits import add_placeholder, all_nodes, value_of
 from coreml_delegate.patches.torch import FakeTensor, OpOverload
 from coreml_delegate.transforms.complex_operators import OPERATORS
 from coreml_delegate.transforms.complex_pairs import (
@@ -69,7 +69,7 @@ def split_complex_numbers(program: ExportedProgram) -> ExportedProgram:
         UnsupportedOperatorError: An operator on complex numbers cannot be computed on pairs.
         LoweringError: An input or output is complex.
     """
-    if not any(_is_complex(node) for node in _nodes(program)):
+    if not any(_is_complex(node) for node in all_nodes(program)):
         return program
     _check_boundary(program)
     copied = _decompose(program)
@@ -305,9 +305,12 @@ def _check_boundary(program: ExportedProgram) -> None:
         for spec in specs:
             node = values.get(str(getattr(spec.arg, "name", None)))
             if spec.kind in kinds and node is not None and _has_complex_value(node):
+                dtypes = (
+                    str(t.dtype).removeprefix("torch.") for t in tensors_of(node.meta.get("val"))
+                )
                 raise LoweringError(
                     f"the model {obstacle}, which Core ML does not have",
-                    got=f"{node.name} of {_dtype_name(node)}",
+                    got=f"{node.name} of {', '.join(dtypes)}",
                     expected="real tensors",
                     remedy=remedy,
                 )
@@ -344,23 +347,13 @@ def _unsupported(node: Node, obstacle: str, remedy: str | None = None) -> Unsupp
     )
 
 
-def _dtype_name(node: Node) -> str:
-    return ", ".join(str(t.dtype).removeprefix("torch.") for t in _tensors(node))
-
-
-def _nodes(program: ExportedProgram) -> Iterator[Node]:
-    for module in program.graph_module.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
-
-
 def _is_complex(node: Node) -> bool:
     """Return whether a node has a complex value, or only occurs with such nodes."""
     return node.target in _ACCOMPANYING or _has_complex_value(node)
 
 
 def _has_complex_value(node: Node) -> bool:
-    return any(tensor.dtype.is_complex for tensor in _tensors(node))
+    return any(tensor.dtype.is_complex for tensor in tensors_of(node.meta.get("val")))
 
 
 def _is_complex_call(node: Node) -> bool:
@@ -368,10 +361,3 @@ def _is_complex_call(node: Node) -> bool:
     if node.op != "call_function":
         return False
     return _is_complex(node) or any(map(_has_complex_value, node.all_input_nodes))
-
-
-def _tensors(node: Node) -> Iterator[torch.Tensor]:
-    value = node.meta.get("val")
-    for item in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(item, torch.Tensor):
-            yield item

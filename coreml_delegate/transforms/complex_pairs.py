@@ -66,12 +66,7 @@ class Pair:
 
 
 class FormError(Exception):
-    """A form of a known operator that cannot be rewritten to operators on reals.
-
-    Args:
-        text: The form.
-        remedy: What the user can do; None for the general remedy.
-    """
+    """A form of a known operator that cannot be rewritten to operators on reals."""
 
     def __init__(self, text: str, remedy: str | None = None) -> None:
         super().__init__(text)

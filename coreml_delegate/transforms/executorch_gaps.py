@@ -1,5 +1,7 @@
 """Rewrites of programs that ExecuTorch could not write to a ``.pte``, or could not lower.
 
+Each takes a program in ATen dialect, which it does not change.
+
 **Containers.** ExecuTorch writes the nesting of inputs and results into a ``.pte``, with the names
 under which container classes are registered with torch. Named tuples have no such name. The names
 of parameters, and of members of named tuples and dataclasses, are written if the containers are
@@ -45,7 +47,14 @@ from torch.fx.node import map_arg
 
 from coreml_delegate.exported.containers import keys_of
 from coreml_delegate.ops.boundary import is_row_major
-from coreml_delegate.ops.edits import arguments_of, insert, set_arguments, value_of
+from coreml_delegate.ops.edits import (
+    all_nodes,
+    arguments_of,
+    decompose,
+    insert,
+    set_arguments,
+    value_of,
+)
 from coreml_delegate.ops.sizes import is_size
 from coreml_delegate.patches.torch import OpOverload, pytree, schema_of, share_memory, with_parts
 
@@ -70,9 +79,6 @@ def name_values(program: ExportedProgram) -> ExportedProgram:
 
     Positional inputs become keyword inputs with the names of their parameters. Containers with
     named members become dicts, other unregistered containers tuples.
-
-    Args:
-        program: In any dialect; it is not changed. Its graph is shared.
     """
     entries = [_with_names(entry) for entry in program.module_call_graph]
     if entries == list(program.module_call_graph):
@@ -128,11 +134,7 @@ def _has_name(spec: pytree.TreeSpec) -> bool:
 
 
 def drop_text_results(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with None in place of returned texts.
-
-    Args:
-        program: In any dialect; it is not changed.
-    """
+    """Return ``program`` with None in place of returned texts."""
     specs = program.graph_signature.output_specs
     texts = {
         n: spec.arg.value
@@ -161,21 +163,13 @@ def drop_text_results(program: ExportedProgram) -> ExportedProgram:
 
 
 def drop_empty_parts(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with empty tensors dropped from concatenations.
-
-    Args:
-        program: In ATen dialect; it is not changed.
-    """
+    """Return ``program`` with empty tensors dropped from concatenations."""
     has_empty_part = any(
         node.target is _ATEN.cat.default
         and any(_is_empty(part.meta["val"]) for part in node.args[0])
         for node in program.graph.nodes
     )
-    return (
-        program.run_decompositions({_ATEN.cat.default: _without_empty})
-        if has_empty_part
-        else program
-    )
+    return decompose(program, {_ATEN.cat.default: _without_empty} if has_empty_part else {})
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
@@ -195,9 +189,6 @@ def drop_assertions(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` without assertions and nodes that only they use, branches included.
 
     Assertions on numbers that sizes depend on stay: torch derives bounds of sizes from them.
-
-    Args:
-        program: In ATen dialect; it is not changed.
     """
     if not any(_unused_assertions(graph) for graph in _graphs(program.graph_module)):
         return program
@@ -280,24 +271,14 @@ _EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 def decompose_without_out_variant(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with ops without an out variant replaced by equal functions of torch.
-
-    Args:
-        program: In ATen dialect; it is not changed.
-    """
-    targets = {node.target for graph in _graphs(program.graph_module) for node in graph.nodes}
-    table: dict[Any, Callable[..., Any]] = {
-        op: _EQUIVALENTS[str(op)] for op in targets if str(op) in _EQUIVALENTS
-    }
+    """Return ``program`` with ops without an out variant replaced by equal functions of torch."""
+    targets = {node.target for node in all_nodes(program)}
+    table: Any = {op: _EQUIVALENTS[str(op)] for op in targets if str(op) in _EQUIVALENTS}
     return program.run_decompositions(table) if table else program
 
 
 def stride_over_bases(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with ``as_strided`` applied to the tensor whose memory its argument views.
-
-    Args:
-        program: In ATen dialect; it is not changed.
-    """
+    """Return ``program`` with ``as_strided`` applied to the tensor that its argument views."""
     for node in filter(_strides_over_unknown_sizes, program.graph.nodes):
         _logger.warning(
             "%s strides over the memory of a view whose sizes are known only when the program runs."
@@ -390,15 +371,9 @@ def drop_linear_algebra_checks(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` with linear algebra ops that do not check their results.
 
     A singular matrix then gives infinities.
-
-    Args:
-        program: In ATen dialect; it is not changed.
     """
-    targets = {node.target for node in program.graph.nodes}
-    table: dict[Any, Callable[..., Any]] = {
-        op: _unchecked_call(op, unchecked) for op, unchecked in _UNCHECKED.items() if op in targets
-    }
-    return program.run_decompositions(table) if table else program
+    table = {op: _unchecked_call(op, unchecked) for op, unchecked in _UNCHECKED.items()}
+    return decompose(program, table)
 
 
 _UNCHECKED: Mapping[OpOverload, OpOverload] = MappingProxyType(

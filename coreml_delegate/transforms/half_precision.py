@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from coreml_delegate.ops.call import GETITEM, target_name
+from coreml_delegate.ops.call import GETITEM, target_name, tensors_of
+from coreml_delegate.ops.edits import all_nodes
 from coreml_delegate.patches.torch import detect_fake_mode
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,10 @@ def promote_half_to_fp32(
         A program with the same interface. Its results differ by the rounding of half precision. A
         program that cannot be rewritten is returned unchanged.
     """
-    if not any(value.dtype in NARROW for node in _nodes(program) for value in _tensors(node)):
+    values = (node.meta.get("val") for node in all_nodes(program))
+    if not any(tensor.dtype in NARROW for value in values for tensor in tensors_of(value)):
         return program
-    dtype_dependent = [n.name for n in _nodes(program) if _depends_on_dtype(n)]
+    dtype_dependent = [n.name for n in all_nodes(program) if _depends_on_dtype(n)]
     if dtype_dependent:
         logger.info("half precision stays as it is because of %s", ", ".join(dtype_dependent))
         return program
@@ -225,22 +227,9 @@ def _promote_tensor(value: Any) -> Any:
     return wide
 
 
-def _nodes(program: ExportedProgram) -> Iterator[Node]:
-    for module in program.graph_module.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
-
-
 def _depends_on_dtype(node: Node) -> bool:
     name = target_name(node.target) if node.op == "call_function" else ""
     return any(part in name for part in _DTYPE_DEPENDENT)
-
-
-def _tensors(node: Node) -> Iterator[torch.Tensor]:
-    value = node.meta.get("val")
-    for item in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(item, torch.Tensor):
-            yield item
 
 
 def _dtype(node: Any) -> torch.dtype | None:

@@ -28,7 +28,7 @@ from coreml_delegate.errors import (
     PrecisionError,
     UnsupportedOperatorError,
 )
-from coreml_delegate.formats.json_text import to_json
+from coreml_delegate.formats.text import to_json
 from coreml_delegate.lowering.store import Sharing
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import GETITEM
@@ -198,9 +198,7 @@ def _summarize(obstacles: Iterable[tuple[str, Reason | None]]) -> Iterable[str]:
     for name, reason in obstacles:
         if reason is not None:
             grouped.setdefault((str(reason), reason.remedy), []).append(name)
-    ranked: Mapping[tuple[str, str | None], list[str]] = dict(
-        sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0][0]))
-    )
-    for (text, remedy), names in ranked.items():
+    ranked = sorted(grouped.items(), key=lambda item: (-len(item[1]), item[0][0]))
+    for (text, remedy), names in ranked:
         advice = f" [{remedy}]" if remedy else ""
         yield f"{len(names)} x {text}{advice}: {', '.join(names)}"

@@ -173,9 +173,6 @@ class _Partitions:
     """The data for the reports on the partitions of a program.
 
     Attributes:
-        program: The tagged program.
-        options: The partitioner's.
-        proof: The proof that has converted the partitions.
         inside: Constants that partitions contain.
         states: Mutable buffers that are states, with their new values, by tag of the partition.
     """
@@ -191,13 +188,17 @@ class _Partitions:
         members = set(group)
         values = dict.fromkeys(value for node in group for value in node.all_input_nodes)
         states = self.states.get(tag, {})
-        entering = [v for v in values if v not in members | states.keys() and not self._is_data(v)]
+
+        def is_data(value: Node) -> bool:
+            return value in self.inside or value.op == "get_attr"
+
+        entering = [v for v in values if v not in members | states.keys() and not is_data(v)]
         private = set(states.values())
         # The new value of a state is an output only of the graph, not of the delegate.
         leaving = [
             node
             for node in group
-            if not _has_several_results(node)
+            if not isinstance(node.meta.get("val"), list | tuple)
             and any(user not in members for user in node.users)
             and node not in private
         ]
@@ -213,12 +214,13 @@ class _Partitions:
                 _SEVERAL_SHAPES: len(shapes) > 1,
             },
         )
+        counts = Counter(target_name(node.target) for node in group)
         return PartitionReport(
             tag=tag,
             target=target.name,
             demanded_by=causes,
             nodes=len(group),
-            ops=tuple(_most_frequent_first(Counter(target_name(node.target) for node in group))),
+            ops=tuple(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
             flops=sum(map(flops_of, group)),
             weight_bytes=_total_bytes(value for value in values if value in self.inside),
             state_bytes=_total_bytes(states),
@@ -261,9 +263,6 @@ class _Partitions:
         causes = dict.fromkeys(cause for cause, opset in demands if opset is target)
         return target, () if target is Opset.iOS15 else tuple(causes)
 
-    def _is_data(self, value: Node) -> bool:
-        return value in self.inside or value.op == "get_attr"
-
 
 def _describe_op(call: Node) -> str:
     """Return the op of a call, with the feature that raises its opset, if any."""
@@ -271,16 +270,6 @@ def _describe_op(call: Node) -> str:
     record = record_of(name)
     demanded = None if record is None else record.demand(OpCall.of(call))
     return name if demanded is None else f"{name} with {demanded[1]}"
-
-
-def _most_frequent_first(counts: Counter[str]) -> list[tuple[str, int]]:
-    """Return counts in descending order, equal counts by name."""
-    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-
-
-def _has_several_results(node: Node) -> bool:
-    """Return whether a call has several results, which are partition outputs one by one."""
-    return isinstance(node.meta.get("val"), list | tuple)
 
 
 def _total_bytes(nodes: Iterable[Node]) -> int:

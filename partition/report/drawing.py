@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from statistics import fmean
 
 from coreml_delegate.partition.report.records import NodeReport
@@ -56,23 +57,16 @@ def _stretches(nodes: Sequence[NodeReport]) -> Iterator[list[NodeReport]]:
     """Yield the partitions, and before each the calls on the CPU that it depends on."""
     units = _units(nodes)
     unit_of = {node.name: unit for unit, members in units.items() for node in members}
-    dependencies = {
-        unit: {unit_of[i] for node in members for i in node.inputs if i in unit_of} - {unit}
-        for unit, members in units.items()
-    }
-    followers: dict[str, list[str]] = {unit: [] for unit in units}
-    for unit, required in dependencies.items():
-        for predecessor in required:
-            followers[predecessor].append(unit)
-    pending = {unit: len(required) for unit, required in dependencies.items()}
-    ready = {
-        delegated: deque(
-            u for u, n in pending.items() if n == 0 and (units[u][0].delegated is delegated)
-        )
-        for delegated in (False, True)
-    }
+    sorter = TopologicalSorter[str](dict.fromkeys(units, ()))
+    for unit, members in units.items():
+        inputs = (name for node in members for name in node.inputs)
+        sorter.add(unit, *({unit_of[name] for name in inputs if name in unit_of} - {unit}))
+    sorter.prepare()
+    ready: dict[bool, deque[str]] = {delegated: deque() for delegated in (False, True)}
     on_cpu: list[NodeReport] = []
-    while ready[False] or ready[True]:
+    while sorter.is_active():
+        for unit in sorter.get_ready():
+            ready[units[unit][0].delegated].append(unit)
         unit = (ready[False] or ready[True]).popleft()
         if units[unit][0].delegated:
             if on_cpu:
@@ -81,10 +75,7 @@ def _stretches(nodes: Sequence[NodeReport]) -> Iterator[list[NodeReport]]:
             on_cpu = []
         else:
             on_cpu += units[unit]
-        for successor in followers[unit]:
-            pending[successor] -= 1
-            if pending[successor] == 0:
-                ready[units[successor][0].delegated].append(successor)
+        sorter.done(unit)
     if on_cpu:
         yield on_cpu
 

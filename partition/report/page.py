@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from coreml_delegate.formats.html_pages import page_template
+from coreml_delegate.formats.text import decibels
 from coreml_delegate.partition.report.drawing import (
     BOX_HEIGHT,
     BOX_WIDTH,
@@ -17,8 +17,9 @@ from coreml_delegate.partition.report.drawing import (
     sections,
 )
 from coreml_delegate.partition.report.records import DeviceFinding, NodeReport, ProgramRecord
-from coreml_delegate.partition.report.table import decibels, quantity
+from coreml_delegate.partition.report.table import quantity
 
+_PACKAGE = "coreml_delegate.partition.report"
 _TEMPLATE = "page.html.j2"
 _MAX_UNDIVIDED = 300  # nodes up to which the graph is one picture
 _LABEL = 24  # characters of a box's label
@@ -64,20 +65,17 @@ class Panel:
 def to_html(
     report: ProgramRecord, title: str, device: Sequence[DeviceFinding] | None = None
 ) -> str:
-    """Return the page.
-
-    Args:
-        report: The report.
-        title: Title of the page.
-        device: Findings of a check of the lowered program; None if it was not checked.
-    """
+    """Return the page."""
     anchors = {node.name: f"node-{n}" for n, node in enumerate(report.nodes)}
     divided = sections(report.nodes) if len(report.nodes) > _MAX_UNDIVIDED else []
     panels = [
         Panel(f"section-{n}", section, _nodes(section.nodes, anchors))
         for n, section in enumerate(divided)
     ]
-    return _template().render(
+    template = page_template(
+        _PACKAGE, _TEMPLATE, quantity=quantity, decibels=decibels, label=_truncate
+    )
+    return template.render(
         title=title,
         report=report,
         device=device,
@@ -85,17 +83,14 @@ def to_html(
         overview=_overview(panels) if panels else _nodes(report.nodes, anchors),
         panels=panels,
         anchors=anchors,
-        colours={tag: _colour(n) for n, tag in enumerate(report.tags)},
+        colours={
+            tag: f"hsl({(200 + n * _GOLDEN_ANGLE) % 360:.0f} 62% 82%)"
+            for n, tag in enumerate(report.tags)
+        },
         details={anchors[node.name]: _details(node) for node in report.nodes},
         box_width=BOX_WIDTH,
         box_height=BOX_HEIGHT,
     )
-
-
-@functools.cache
-def _template() -> Any:
-    package = "coreml_delegate.partition.report"
-    return page_template(package, _TEMPLATE, quantity=quantity, decibels=decibels, label=_truncate)
 
 
 def _truncate(text: str) -> str:
@@ -144,10 +139,6 @@ def _short(op: str) -> str:
     namespace, _, qualified = op.partition(".")
     name = qualified if namespace in ("aten", "operator") else op
     return name.removesuffix(".default")
-
-
-def _colour(number: int) -> str:
-    return f"hsl({(200 + number * _GOLDEN_ANGLE) % 360:.0f} 62% 82%)"
 
 
 def _details(node: NodeReport) -> dict[str, Any]:

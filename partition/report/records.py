@@ -108,10 +108,6 @@ class BufferReport:
     """One mutable buffer: a Core ML state, or passed in and out.
 
     Attributes:
-        name: Its name in the module.
-        dtype: Its dtype, for example ``float32``.
-        shape: Its sizes.
-        nbytes: Its size in bytes, in its own dtype.
         partition: Delegation tag of the partition that has it as a state, or None if it is passed
             in and out.
         reason: Why it is no state; empty for a state.
@@ -199,9 +195,7 @@ class DeviceFinding:
     """A documented cause of trouble on a device, found in a lowered program.
 
     Attributes:
-        rule: Name of the rule.
         consequence: Its consequence, as readable text.
-        delegate: Names of the delegates.
         places: The first locations, as readable text.
         others: Number of further locations.
         got: The offending value.
@@ -294,12 +288,7 @@ class PrecisionReport:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The delegated share of bytes or FLOPs.
-
-    Attributes:
-        delegated: The delegated amount.
-        total: The whole amount.
-    """
+    """The delegated share of bytes or FLOPs."""
 
     delegated: int
     total: int
@@ -315,7 +304,6 @@ class ProgramRecord:
     """All operations of one program, and its partitions.
 
     Attributes:
-        nodes: The operations in graph order.
         partitions: The partitions in the order in which they run.
         obstacles: Obstacles to delegation; first the obstacle whose support would merge most
             partitions and delegate most estimated FLOPs.

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from coreml_delegate.formats.text import decibels
 from coreml_delegate.ops.call import GETITEM
 from coreml_delegate.partition.report.records import (
-    BufferReport,
     LossyCall,
     NodeReport,
     PartitionReport,
@@ -51,7 +51,9 @@ def _lines(report: ProgramRecord) -> Iterator[str]:
         for name, shapes in partition.flexible:
             yield f"{_INDENT}takes {name} {shapes}"
         yield from _columns((op, str(count)) for op, count in partition.ops)
-    yield from _buffers(report.buffers)
+    if report.buffers:
+        yield "  mutable buffers:"
+        yield from _columns((b.name, b.tensor, b.fate) for b in report.buffers)
     if report.folds:
         yield "  computed from constants while lowering, and stored:"
         yield from _columns(
@@ -84,13 +86,6 @@ def _partition(partition: PartitionReport) -> str:
     return f"  {partition.tag}: {', '.join(facts)}"
 
 
-def _buffers(buffers: Sequence[BufferReport]) -> Iterator[str]:
-    """Yield the mutable buffers with their storage."""
-    if buffers:
-        yield "  mutable buffers:"
-        yield from _columns((b.name, b.tensor, b.fate) for b in buffers)
-
-
 def _precision(precision: PrecisionReport) -> Iterator[str]:
     """Yield the accuracy in fp16, and the calls that compute in fp32 or lose most."""
     yield (
@@ -119,11 +114,6 @@ def _lossy(calls: Iterable[LossyCall]) -> Iterator[str]:
             f"{_INDENT}  {call.fp16:.6g} in fp16, {call.fp32:.6g} in fp32, alone "
             f"{decibels(call.sqnr_db)}{without}"
         )
-
-
-def decibels(ratio: float) -> str:
-    """Return a ratio of signal to error for a reader."""
-    return "equal" if ratio == math.inf else f"{ratio:.1f} dB"
 
 
 def _on_the_cpu(nodes: Sequence[NodeReport]) -> Iterator[str]:

@@ -1,10 +1,14 @@
-"""Commands: one module each, which declares its arguments and runs it."""
+"""Commands: one module each, which declares its arguments and runs it. Imports nothing slow."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coreml_delegate.scripts.arguments import positive
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,9 +16,7 @@ class Command:
     """One subcommand.
 
     Attributes:
-        name: As typed.
         summary: One line for the list of commands, without a final full stop.
-        description: A sentence or two for its own help.
         add_arguments: Declares its arguments; imports nothing slow.
         run: Runs it and returns the exit code; slow imports belong here.
     """
@@ -24,3 +26,16 @@ class Command:
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+_Container = argparse._ActionsContainer  # pyright: ignore[reportPrivateUsage] - groups have no public type
+
+
+def add_path(parser: _Container, name: str, metavar: str, help: str, **options: Any) -> None:
+    """Declare an argument that is a path."""
+    parser.add_argument(name, type=Path, metavar=metavar, help=help, **options)
+
+
+def add_number(parser: _Container, name: str, metavar: str, help: str, **options: Any) -> None:
+    """Declare an argument that is a positive integer."""
+    parser.add_argument(name, type=positive, metavar=metavar, help=help, **options)

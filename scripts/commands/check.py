@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_output, new_output
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 from coreml_delegate.scripts.commands.trace_values import warn_of_rounded_constants
 
 if TYPE_CHECKING:
@@ -42,12 +42,8 @@ _FORMS: Mapping[str, Callable[[str, _Content], str]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "program",
-        type=Path,
-        metavar="PROGRAM",
-        nargs="?",
-        help=".pte, .bpte or .mlpackage; omitted with --rules",
+    add_path(
+        parser, "program", "PROGRAM", ".pte, .bpte or .mlpackage; omitted with --rules", nargs="?"
     )
     parser.add_argument(
         "--rules", action="store_true", help="list the rules with their sources, and stop"
@@ -68,11 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fail if a finding has this consequence, repeatable: "
         f"{', '.join(CONSEQUENCES)} or {_ANY} (default: findings do not fail the command)",
     )
-    parser.add_argument(
-        "--etrecord",
-        type=Path,
-        metavar="FILE",
-        help="ETRecord that export wrote: name the modules of the model",
+    add_path(
+        parser, "--etrecord", "FILE", "ETRecord that export wrote: name the modules of the model"
     )
     quantization_options.add_calibration(
         parser,
@@ -179,7 +172,7 @@ def _models(args: argparse.Namespace) -> ProgramModels:
 
 def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
     """Run the program on the user's data, every value in fp16 and in fp32."""
-    from coreml_delegate.scripts.program_arguments import load_to_diagnose
+    from coreml_delegate.scripts.program_arguments import bundled_cases, load_to_diagnose
 
     samples: list[tuple[str | None, list[Any]]] = []
     path: Path = args.program
@@ -187,15 +180,7 @@ def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
         program = load_to_diagnose(path, args.method)
         samples = [(args.method, inputs) for inputs in _samples(args, program.inputs)]
     elif path.suffix == BUNDLE_SUFFIX:
-        from coreml_delegate.runtime.program.bundle import cases_of
-        from coreml_delegate.runtime.program.pte import map_source
-
-        view, _ = map_source(path, "the program", f"a {BUNDLE_SUFFIX} file")
-        samples = [
-            (case.method, list(case.inputs))
-            for case in cases_of(view)
-            if args.method in (None, case.method)
-        ]
+        samples = [(case.method, list(case.inputs)) for case in bundled_cases(path, args.method)]
     elif args.method is not None:
         raise OptionError("--method needs --calibration", got=args.method)
     diagnoses: list[tuple[str, Diagnosis]] = []

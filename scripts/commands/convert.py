@@ -9,18 +9,18 @@ from typing import Any
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.scripts import arguments, console, interruption
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 
 _SUFFIXES = (".mlpackage", ".pte")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
+    add_path(
+        parser,
         "source",
-        type=Path,
-        metavar="SOURCE",
-        help="MLIR text or bytecode (.mlir), a portable artifact (.stablehlo), or a serialized "
+        "SOURCE",
+        "MLIR text or bytecode (.mlir), a portable artifact (.stablehlo), or a serialized "
         "jax.export (.jax)",
     )
     parser.add_argument(

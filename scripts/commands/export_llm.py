@@ -12,7 +12,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_output, new_output
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_number, add_path
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -35,40 +35,40 @@ CACHES = ("io", "state")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
+    add_path(
+        parser,
         "checkpoint",
-        type=Path,
+        "CHECKPOINT",
+        "folder with a config.json and *.safetensors, as transformers saves them",
         nargs="?",
-        metavar="CHECKPOINT",
-        help="folder with a config.json and *.safetensors, as transformers saves them",
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "--random",
-        type=Path,
-        metavar="CONFIG.json",
-        help="instead of a checkpoint: a configuration that gets random weights",
+        "CONFIG.json",
+        "instead of a checkpoint: a configuration that gets random weights",
     )
     arguments.add_seed(parser, "random weights")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.pte")
-    parser.add_argument(
+    add_number(
+        parser,
         "--context",
-        type=arguments.positive,
-        metavar="N",
-        help=f"tokens that the caches hold (default: the model's own maximum, at most {_CONTEXT})",
+        "N",
+        f"tokens that the caches hold (default: the model's own maximum, at most {_CONTEXT})",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--prefill-chunk",
-        type=arguments.positive,
-        metavar="N",
-        help="tokens that one call takes; with --cache state single tokens are padded to it, too "
+        "N",
+        "tokens that one call takes; with --cache state single tokens are padded to it, too "
         f"(default: {_CHUNK['io']}, with --cache state {_CHUNK['state']}; of an encoder-decoder "
         f"model {_ANSWER_CHUNK})",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--source-length",
-        type=arguments.positive,
-        metavar="N",
-        help="tokens of the longest source text, of an encoder-decoder model that takes texts "
+        "N",
+        "tokens of the longest source text, of an encoder-decoder model that takes texts "
         "(default: the model's own maximum, at most 1024; 512 if it has none)",
     )
     parser.add_argument(
@@ -110,12 +110,12 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         help="linear layers: int4 with a scale per group of inputs, or int8 with a scale per "
         "output (default: none)",
     )
-    group.add_argument(
+    add_number(
+        group,
         "--group-size",
-        type=arguments.positive,
+        "N",
+        f"inputs that share a scale with --quantize int4 (default: {_GROUP})",
         default=_GROUP,
-        metavar="N",
-        help=f"inputs that share a scale with --quantize int4 (default: {_GROUP})",
     )
     group.add_argument(
         "--embedding-quantize",

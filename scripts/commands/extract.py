@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     planned: dict[Path, tuple[BlobModel, list[str]]] = {}
     for users in _group_by_blob(all_partitions(PteProgram.open(path))):
         for model in models_of(users[0].blob):
-            target = folder / f"{_file_name(users[0].name)}{model.suffix}"
+            name = re.sub(r"[^\w.-]", "_", users[0].name)
+            target = folder / f"{name}{model.suffix}"
             planned[target] = (model, [_describe(user) for user in users])
     _check_targets(folder, planned, force=args.force)
     with ExitStack() as folders:
@@ -74,10 +75,6 @@ def _check_targets(folder: Path, targets: Iterable[Path], *, force: bool) -> Non
             raise ProgramError(
                 "output exists", got=str(target), remedy="Pass --force to replace it"
             )
-
-
-def _file_name(name: str) -> str:
-    return re.sub(r"[^\w.-]", "_", name)
 
 
 def _describe(partition: CoreMLPartition) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError
 from coreml_delegate.scripts import arguments, chats, console
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_number, add_path
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text to continue; with --chat, the only turn; of an encoder-decoder model the source "
         "text, to translate or summarize for example",
     )
-    source.add_argument(
+    add_path(
+        source,
         "--audio",
-        type=Path,
-        metavar="FILE.wav",
-        help="recording to transcribe, with samples of 16 bits at the model's rate",
+        "FILE.wav",
+        "recording to transcribe, with samples of 16 bits at the model's rate",
     )
     parser.add_argument(
         "--prompt-tokens",
@@ -45,31 +45,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that the answer of an encoder-decoder model begins with, after its start "
         "token: language and task of Whisper for example",
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "--tokenizer",
-        type=Path,
-        metavar="FILE|FOLDER",
-        help="tokenizer.json of the model, or its folder (default: tokens are bytes)",
+        "FILE|FOLDER",
+        "tokenizer.json of the model, or its folder (default: tokens are bytes)",
     )
     parser.add_argument(
         "--adapter",
         metavar="NAME",
         help="adapter of the program to use (default: the base model)",
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "--image",
-        type=Path,
+        "FILE",
+        "image in the place of the prompt's image token, which without --tokenizer is "
+        "<image>; repeatable, in the order of the tokens",
         action="append",
         default=[],
-        metavar="FILE",
-        help="image in the place of the prompt's image token, which without --tokenizer is "
-        "<image>; repeatable, in the order of the tokens",
     )
-    parser.add_argument(
+    add_number(
+        parser,
         "--max-new-tokens",
-        type=arguments.positive,
-        metavar="N",
-        help="tokens to generate at most (default: as many as fit into the context)",
+        "N",
+        "tokens to generate at most (default: as many as fit into the context)",
     )
     parser.add_argument(
         "--stop",
@@ -88,12 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="divides the logits; 0, the default, takes the most probable token",
     )
-    group.add_argument(
-        "--top-k",
-        type=arguments.positive,
-        metavar="K",
-        help="draw from the K most probable tokens",
-    )
+    add_number(group, "--top-k", "K", "draw from the K most probable tokens")
     group.add_argument(
         "--top-p",
         type=float,

@@ -11,7 +11,7 @@ from typing import Any
 from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_output, new_output
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 
 _MAX_WEIGHTS = 10
 _MAX_LABELS = 5
@@ -25,17 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"list all weights, not only the {_MAX_WEIGHTS} largest of a model (--json lists all)",
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "--model-explorer",
-        type=Path,
-        metavar="FILE",
-        help="write the graphs for Model Explorer, with the operations inside delegates",
+        "FILE",
+        "write the graphs for Model Explorer, with the operations inside delegates",
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "--etrecord",
-        type=Path,
-        metavar="FILE",
-        help="with --model-explorer: ETRecord that export wrote, for the modules of the model",
+        "FILE",
+        "with --model-explorer: ETRecord that export wrote, for the modules of the model",
     )
     arguments.add_data(parser)
     arguments.add_force(parser)
@@ -231,7 +231,8 @@ def _value(value: Mapping[str, Any]) -> str:
         return f"{kind}{' | '.join(map(str, value['enumerated_shapes']))}"
     if "bounds" in value:
         return f"{kind}[{', '.join(map(_bound, value['bounds']))}]"
-    dims = "?" if value["shape"] is None else ", ".join(map(_dim, value["shape"]))
+    sizes = [None] if value["shape"] is None else value["shape"]
+    dims = ", ".join("?" if size is None else str(size) for size in sizes)
     bound = {"bounded": " at most", "unbounded": " unbounded"}.get(value.get("dynamism", ""), "")
     return f"{kind}[{dims}]{bound}"
 
@@ -239,10 +240,6 @@ def _value(value: Mapping[str, Any]) -> str:
 def _bound(bounds: Sequence[int | None]) -> str:
     low, high = bounds
     return str(low) if low == high else f"{low}..{'' if high is None else high}"
-
-
-def _dim(size: int | None) -> str:
-    return "?" if size is None else str(size)
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -9,50 +9,35 @@ from pathlib import Path
 from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_output, new_output
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_number, add_path
 from coreml_delegate.scripts.profiles import Profile, read_profile, tree_sort_key
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("program", type=Path, metavar="PROGRAM", help=".pte or .bpte")
-    parser.add_argument(
+    add_path(
+        parser,
         "--etrecord",
-        type=Path,
-        metavar="FILE",
-        help="ETRecord that export wrote: show the modules and the calls of the model too",
+        "FILE",
+        "ETRecord that export wrote: show the modules and the calls of the model too",
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "--compare",
-        type=Path,
-        metavar="PROGRAM",
-        help="another program of the same model: show the differences, by module or operation",
+        "PROGRAM",
+        "another program of the same model: show the differences, by module or operation",
     )
     parser.add_argument(
         "--compare-etrecord", type=Path, metavar="FILE", help="ETRecord of that program"
     )
-    parser.add_argument(
-        "--depth",
-        type=arguments.positive,
-        default=2,
-        metavar="N",
-        help="show modules down to N levels (default: 2)",
-    )
-    parser.add_argument(
-        "--top",
-        type=arguments.positive,
-        default=20,
-        metavar="N",
-        help="show the N slowest operations (default: 20)",
-    )
+    add_number(parser, "--depth", "N", "show modules down to N levels (default: 2)", default=2)
+    add_number(parser, "--top", "N", "show the N slowest operations (default: 20)", default=20)
     parser.add_argument(
         "--repeat", type=arguments.positive, default=10, help="timed runs (default: 10)"
     )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page with a flame chart and the roofline of this machine",
+    add_path(
+        parser, "--html", "FILE", "write a page with a flame chart and the roofline of this machine"
     )
     arguments.add_inputs(parser)
     arguments.add_execution(parser)

@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import check_outputs, new_output
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 
 if TYPE_CHECKING:
     from coreml_delegate.exported.source_model import SourceModel
-    from coreml_delegate.quantization.sensitivity import Sensitivity
 
 _DEFAULT_TARGET = 30.0  # dB, as ``verify`` asks for
 
 
-def _as_html(sensitivity: Sensitivity) -> str:
-    from coreml_delegate.scripts.sensitivity_report import to_html
-
-    return to_html(sensitivity)
-
-
-def _as_json(sensitivity: Sensitivity) -> str:
-    return f"{console.as_json(sensitivity.as_dict())}\n"
-
-
-def _as_png(sensitivity: Sensitivity) -> bytes:
-    from coreml_delegate.scripts.sensitivity_report import to_png
-
-    return to_png(sensitivity)
-
-
-def _as_text(sensitivity: Sensitivity) -> str:
-    from coreml_delegate.scripts.sensitivity_report import to_table
-
-    return f"{to_table(sensitivity)}\n"
-
-
-_FORMS: Mapping[str, Callable[[Sensitivity], str | bytes]] = {
-    ".html": _as_html,
-    ".json": _as_json,
-    ".png": _as_png,
-    ".txt": _as_text,
-}
+_FORMS = (".html", ".json", ".png", ".txt")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,11 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ratio of signal to error, in dB, that the suggestion should reach "
         f"(default: {_DEFAULT_TARGET:g})",
     )
-    parser.add_argument(
-        "--suggest",
-        type=Path,
-        metavar="FILE.json",
-        help="write the suggested modes, for export --quantize-config",
+    add_path(
+        parser, "--suggest", "FILE.json", "write the suggested modes, for export --quantize-config"
     )
     arguments.add_report(parser, _FORMS, what="the ranking")
     arguments.add_force(parser)
@@ -82,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     with console.step("Importing ExecuTorch and coremltools"):
         from coreml_delegate.quantization.sensitivity import SensitivityStudy
         from coreml_delegate.scripts.inputs.source import load_source
+        from coreml_delegate.scripts.sensitivity_report import FORMS, to_table
     with console.step(f"Loading {args.source}"):
         source = load_source(
             args.source, shapes=args.input_shape, weights=args.weights, seed=args.seed
@@ -96,15 +66,14 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as files:
         for path in reports:
             file = files.enter_context(new_output(path, force=args.force))
-            content = _FORMS[path.suffix](sensitivity)
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(FORMS[path.suffix](sensitivity))
         if suggestion is not None:
             file = files.enter_context(new_output(suggestion, force=args.force))
             file.write(f"{sensitivity.suggestion.to_json()}\n".encode())
     if args.json:
         console.write_json(sensitivity.as_dict())
     else:
-        console.write(_as_text(sensitivity).removesuffix("\n"))
+        console.write(to_table(sensitivity))
     if not sensitivity.reached:
         console.warn(
             f"no mixture of modes reaches {sensitivity.target_db:g} dB; the suggested mixture has "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.scripts import arguments, console
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 from coreml_delegate.scripts.commands.verify import print_results, require
 
 
@@ -17,12 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recording", type=Path, metavar="FILE.cmlrun", help="file that record wrote"
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "program",
-        type=Path,
+        "PROGRAM",
+        "the program that was recorded (default: the one in the file)",
         nargs="?",
-        metavar="PROGRAM",
-        help="the program that was recorded (default: the one in the file)",
     )
     arguments.add_min_sqnr(parser)
     arguments.add_engine(parser, judging=True)

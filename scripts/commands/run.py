@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_outputs, new_output
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 
 if TYPE_CHECKING:
     from coreml_delegate.runtime.mil.program import Classifier
@@ -31,17 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="OUT.npz", help="write the outputs as arrays"
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "--etdump",
-        type=Path,
-        metavar="FILE",
-        help="write the times of all ops in as many further runs, for ExecuTorch's Inspector",
+        "FILE",
+        "write the times of all ops in as many further runs, for ExecuTorch's Inspector",
     )
-    parser.add_argument(
+    add_path(
+        parser,
         "--debug-buffer",
-        type=Path,
-        metavar="FILE",
-        help="with --etdump: also write the values of all ops in one run",
+        "FILE",
+        "with --etdump: also write the values of all ops in one run",
     )
     arguments.add_force(parser)
     arguments.add_json(parser)

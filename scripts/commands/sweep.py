@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from coreml_delegate.errors import MissingKernelError, OptionError, ProgramError, near_matches
 from coreml_delegate.scripts import arguments, console
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_number, add_path
 
 if TYPE_CHECKING:
     from coreml_delegate.scripts.sweeping.fronts import Earlier
@@ -41,32 +41,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run only jobs of this name, which may have wildcards; a model's name means all "
         "of its jobs; repeatable",
     )
-    parser.add_argument(
-        "--jobs",
-        type=arguments.positive,
-        metavar="N",
-        help="jobs at a time (default: jobs in the file)",
-    )
+    add_number(parser, "--jobs", "N", "jobs at a time (default: jobs in the file)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--scheduler",
         metavar="tcp://HOST:PORT",
         help="run the jobs on the workers of this dask scheduler",
     )
-    where.add_argument(
-        "--workers",
-        type=arguments.positive,
-        metavar="N",
-        help="run the jobs on N dask workers of this machine",
-    )
+    add_number(where, "--workers", "N", "run the jobs on N dask workers of this machine")
     parser.add_argument(
         "--list", action="store_true", help="print each job and its missing work, and run no job"
     )
-    parser.add_argument(
-        "--compare",
-        type=Path,
-        metavar="DIR",
-        help="folder of an earlier sweep: print the differences from it too",
+    add_path(
+        parser, "--compare", "DIR", "folder of an earlier sweep: print the differences from it too"
     )
     parser.add_argument("--retry-failed", action="store_true", help="run failed jobs again")
     parser.add_argument(
@@ -108,9 +95,10 @@ def run(args: argparse.Namespace) -> int:
         raise ProgramError(f"{failed} of {len(rows)} jobs have no result", got=_reasons(rows))
     lacking = [row for row in rows if row.record.missing_kernels]
     if lacking and not args.allow_missing_kernels:
+        operators = {operator for row in lacking for operator in row.record.missing_kernels}
         raise MissingKernelError(
             f"no device loads the programs of {len(lacking)} of {len(rows)} jobs",
-            got=f"no kernel for {', '.join(sorted(_missing_kernels(lacking)))}",
+            got=f"no kernel for {', '.join(sorted(operators))}",
             remedy="Register kernels with the app, or pass --allow-missing-kernels",
         )
     return 0
@@ -170,8 +158,8 @@ def _write(
     skipped: Sequence[Skipped],
     earlier: Earlier | None,
 ) -> None:
+    from coreml_delegate.scripts.sweeping.fronts import to_table
     from coreml_delegate.scripts.sweeping.page import to_html
-    from coreml_delegate.scripts.sweeping.table import to_table
 
     page = to_html(
         rows,
@@ -186,10 +174,6 @@ def _write(
         console.write_json({"jobs": document, "skipped": {s.name: s.reason for s in skipped}})
     else:
         console.write(to_table(rows, skipped, earlier))
-
-
-def _missing_kernels(rows: Sequence[Row]) -> set[str]:
-    return {operator for row in rows for operator in row.record.missing_kernels}
 
 
 def _reasons(rows: Sequence[Row]) -> str:

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from coreml_delegate.formats.text import decibels
 from coreml_delegate.scripts import arguments, console
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_number
 
 if TYPE_CHECKING:
     from coreml_delegate.runtime import Diagnosis, ValueReport
@@ -19,13 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_inputs(parser)
     arguments.add_method(parser)
     arguments.add_seed(parser, "random inputs")
-    parser.add_argument(
-        "--worst",
-        type=arguments.positive,
-        default=5,
-        metavar="N",
-        help="show the N ops of largest error (default: 5)",
-    )
+    add_number(parser, "--worst", "N", "show the N ops of largest error (default: 5)", default=5)
     parser.add_argument(
         "--min-sqnr",
         type=arguments.decibels,
@@ -97,7 +92,7 @@ def _print(diagnoses: Sequence[tuple[str, Diagnosis]], worst: int) -> None:
         rows = [("SQNR", "max", "op", "output", "location", "fault")]
         rows += [
             (
-                "equal" if value.sqnr_db == float("inf") else f"{value.sqnr_db:.1f} dB",
+                decibels(value.sqnr_db),
                 f"{value.max_abs:.4g}",
                 value.op_type,
                 value.name,

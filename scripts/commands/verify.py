@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coreml_delegate.errors import InputError, OptionError, ProgramError
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, ENGINES, SAMPLES
-from coreml_delegate.scripts.commands import Command
+from coreml_delegate.scripts.commands import Command, add_path
 
 if TYPE_CHECKING:
     from coreml_delegate.exported.source_model import SourceModel
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     arguments.add_source(parser)
-    parser.add_argument(
+    add_path(
+        parser,
         "program",
-        type=Path,
-        metavar="PROGRAM",
-        nargs="?",
-        help=".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax); omitted if SOURCE is a "
+        "PROGRAM",
+        ".pte, .mlpackage, or StableHLO (.mlir, .stablehlo, .jax); omitted if SOURCE is a "
         "bundled program (.bpte), which has its own inputs and outputs, and with --against",
+        nargs="?",
     )
     parser.add_argument(
         "--against",
@@ -42,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_min_sqnr(parser)
     arguments.add_data_set(parser, external=True)
-    parser.add_argument(
+    add_path(
+        parser,
         "--etrecord",
-        type=Path,
-        metavar="FILE",
-        help="ETRecord that export wrote: compare every operation of a .pte with the model's too",
+        "FILE",
+        "ETRecord that export wrote: compare every operation of a .pte with the model's too",
     )
     arguments.add_inputs(parser)
     arguments.add_execution(parser, judging=True)
@@ -139,12 +139,9 @@ def _verify_bundle(args: argparse.Namespace) -> int:
         args.refuse_usage("a bundled program has its own inputs and the model's outputs")
     from coreml_delegate.runtime.accuracy import Accuracy
     from coreml_delegate.runtime.loading import as_output
-    from coreml_delegate.runtime.program.bundle import cases_of
-    from coreml_delegate.runtime.program.pte import map_source
-    from coreml_delegate.scripts.program_arguments import load_for
+    from coreml_delegate.scripts.program_arguments import bundled_cases, load_for
 
-    view, _ = map_source(path, "the program", f"a {BUNDLE_SUFFIX} file")
-    cases = [case for case in cases_of(view) if args.method in (None, case.method)]
+    cases = bundled_cases(path, args.method)
     if not cases:
         raise ProgramError("the bundle has no such case", got=args.method or "none at all")
     several = len({case.method for case in cases}) > 1
@@ -233,8 +230,6 @@ class Operation:
 
     Attributes:
         name: Its debug symbol, or the name of its kernel.
-        calls: Names of the calls in the exported program.
-        sqnr_db: Ratio of signal to error, in dB.
     """
 
     name: str
@@ -348,15 +343,7 @@ def print_results(
     against: Execution | None = None,
     as_json: bool,
 ) -> None:
-    """Print the accuracy of every output.
-
-    Args:
-        results: Accuracy by output name.
-        execution: The engines that computed the outputs.
-        operations: Accuracy of operations, if it is known.
-        against: The engines that computed the outputs to compare with; None for a model.
-        as_json: Whether to write JSON.
-    """
+    """Print the accuracy of every output."""
     if as_json:
         outputs = {
             name: {

@@ -55,9 +55,7 @@ class DataSet:
         where: A folder of images or arrays, or of such folders, one for each class; a file with an
             array for every input; or ``MODULE:FACTORY``, whose result is iterated: tensors, or
             tuples or dicts of them.
-        source: The model.
         limit: Number of samples to read at most, the first in order of file names; None for all.
-        called: Name of the data, for messages.
         image: The declared image input that pictures are read for; None to preprocess them as for
             ImageNet.
 
@@ -248,12 +246,6 @@ def read_calibration(
     where: str, source: SourceModel, *, limit: int, image: Feature | None = None
 ) -> list[list[Any]]:
     """Read all calibration samples at once, so that bad data fail before the long work begins.
-
-    Args:
-        where: See ``DataSet``, as for the errors.
-        source: The model; a sample must be like its example inputs.
-        limit: Number of samples to read at most, the first in order of file names.
-        image: See ``DataSet``.
 
     Returns:
         Samples, each flattened as ``source.leaves``.

@@ -46,8 +46,6 @@ class Span:
     """The range of sizes of a dimension.
 
     Attributes:
-        low: The smallest.
-        high: The largest.
         traced: The size to trace it with, if the sizes are enumerated; None for a range.
     """
 
@@ -67,10 +65,6 @@ class Span:
 
 def export_with_spans(source: SourceModel, spans: Mapping[InputDim, Span]) -> ExportedProgram:
     """Export a model with dimensions that may have several sizes.
-
-    Args:
-        source: The model; its example inputs may have other sizes.
-        spans: Sizes by input and dimension.
 
     Raises:
         OptionError: ``torch.export`` fails; or the model does not accept a whole range, or the
@@ -200,8 +194,6 @@ class _Comparison:
 
     Args:
         source: The model, with the example that the program was traced with.
-        program: The program.
-        spans: Sizes by input and dimension.
     """
 
     def __init__(

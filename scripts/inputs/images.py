@@ -77,13 +77,7 @@ def read_picture(path: Path, feature: Feature, shape: tuple[int, ...]) -> torch.
 
 
 def _cover(image: Any, target: tuple[int, int], share: float = 1) -> Any:
-    """Return the centre of an image in the target's size, after the image was resized.
-
-    Args:
-        image: A picture of Pillow.
-        target: Width and height.
-        share: Fraction of the resized image's shorter side that is kept.
-    """
+    """Return the centre of an image in the target's size, after the image was resized."""
     width, height = target
     resized = image.resize(
         _resized((image.width, image.height), target, share),

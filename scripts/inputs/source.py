@@ -97,11 +97,6 @@ def _build(source: str, shapes: Sequence[tuple[int, ...]]) -> SourceModel:
 def find_callable(module_name: str, name: str, forms: str) -> Any:
     """Return the callable that ``MODULE:NAME`` names.
 
-    Args:
-        module_name: Module to import.
-        name: Name in the module; dots lead to attributes.
-        forms: Accepted forms, for messages.
-
     Raises:
         OptionError: The module cannot be imported, or the name does not exist or is not callable.
     """
@@ -218,11 +213,6 @@ def _refuse(path: Path, what: str, names: list[str]) -> None:
 
 def load_torch(path: Path, what: str, expected: str) -> object:
     """Read a file of ``torch.save``, without running code in it.
-
-    Args:
-        path: The file.
-        what: Name of the content, for the error.
-        expected: What the file should hold, for the error.
 
     Raises:
         OptionError: The file cannot be read.

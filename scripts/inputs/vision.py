@@ -31,9 +31,6 @@ def import_torchvision() -> Any:
 def build_model(name: str) -> nn.Module:
     """Build a torchvision model with random weights, in eval mode.
 
-    Args:
-        name: As in ``torchvision.models.list_models()``.
-
     Raises:
         OptionError: There is no such model; the error names near matches.
     """

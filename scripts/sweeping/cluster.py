@@ -46,12 +46,8 @@ class Request:
     """A job with all that its worker needs.
 
     Attributes:
-        job: The job, with the paths that it reads on the worker.
-        key: Its key.
         files: Digests of the files, by their paths in the job's folder.
         environment: Versions that the worker must have.
-        limits: Time and memory that the job may take.
-        wants_program: Whether the ``.pte`` is sent back.
         stop: Name of the event that ends the job.
     """
 
@@ -65,12 +61,7 @@ class Request:
 
 
 class SentFile(WorkerPlugin):
-    """Puts a file on the disk of each worker.
-
-    Args:
-        digest: Digest of the content.
-        content: Its bytes.
-    """
+    """Puts a file on the disk of each worker."""
 
     idempotent = True
 
@@ -166,14 +157,7 @@ def _require_same(expected: Mapping[str, str], address: str) -> None:
 
 
 class Cluster:
-    """Runs jobs on the workers of a scheduler.
-
-    Args:
-        client: Connected to the scheduler.
-        folder: The folder of the sweep's file.
-        limits: Time and memory that a job may take.
-        wants_programs: Whether programs are sent back.
-    """
+    """Runs jobs on the workers of a scheduler."""
 
     def __init__(
         self, client: Client, folder: Path, limits: Limits, *, wants_programs: bool

@@ -79,10 +79,6 @@ class Input:
 def read_by(job: Job, folder: Path) -> dict[str, Input]:
     """Return the inputs of a job, by the attribute of model or options that names each.
 
-    Args:
-        job: The job.
-        folder: The folder of the sweep's file.
-
     Raises:
         OptionError: A file does not exist.
     """

@@ -1,4 +1,4 @@
-"""The measures of a row, differences between two sweeps, and fronts of unbeaten rows."""
+"""The measures of a row, differences between two sweeps, fronts of unbeaten rows, and the table."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from coreml_delegate.formats.text import decibels
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.sweeping.records import Record, Row
+from coreml_delegate.scripts.sweeping.sweep_file import Skipped
 
 _Name = TypeVar("_Name", bound=Hashable)
 
@@ -18,9 +20,7 @@ class Measure:
     """A number that a record may have.
 
     Attributes:
-        title: Head of its column.
         value: Returns the number of a record, or None.
-        text: Formats a value.
         difference: Formats the difference between an earlier value and a later value.
         optional: Whether a column without any value is left out.
     """
@@ -59,52 +59,30 @@ def _relative(before: float, after: float) -> str:
     return f"{(after - before) / before:+.1%}" if before else f"{after - before:+g}"
 
 
-def _decibels(value: float) -> str:
-    return "equal" if value == math.inf else f"{value:.1f} dB"
-
-
-def _more_decibels(before: float, after: float) -> str:
-    return f"{0.0 if before == after else after - before:+.1f} dB"
-
-
-def _integer(value: float) -> str:
-    return f"{value:.0f}"
-
-
-def _more(before: float, after: float) -> str:
-    return f"{after - before:+.0f}"
-
-
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _points(before: float, after: float) -> str:
-    return f"{100 * (after - before):+.1f} points"
+def _absolute(form: str, scale: int = 1) -> Callable[[float, float], str]:
+    """Return a formatter of scaled differences; infinite values may be equal."""
+    return lambda before, after: form.format(0.0 if before == after else scale * (after - before))
 
 
 SIZE: Final = Measure(
     "size", _in_result("program_bytes"), lambda value: console.size(int(value)), _relative
 )
-LATENCY: Final = Measure("latency", _latency, lambda value: f"{value:.3f} ms", _relative)
-SQNR: Final = Measure("SQNR", _in_result("sqnr_db"), _decibels, _more_decibels)
+LATENCY: Final = Measure("latency", _latency, "{:.3f} ms".format, _relative)
+SQNR: Final = Measure("SQNR", _in_result("sqnr_db"), decibels, _absolute("{:+.1f} dB"))
+_SHARE: Final = "{:.1%}".format, _absolute("{:+.1f} points", 100)
+_COUNT: Final = "{:.0f}".format, _absolute("{:+.0f}")
 MEASURES: Final = (
     SIZE,
     LATENCY,
     SQNR,
     *(
-        Measure(title, _in_result(title.replace("-", "").replace(" ", "_")), _share, _points, True)
+        Measure(title, _in_result(title.replace("-", "").replace(" ", "_")), *_SHARE, optional=True)
         for title in ("top-1 agreement", "top-5 agreement", "top-1 accuracy", "top-5 accuracy")
     ),
-    Measure("delegated", _delegated, _share, _points),
-    Measure("partitions", _in_coverage("partitions"), _integer, _more),
-    Measure("CPU nodes", _in_coverage("cpu_nodes"), _integer, _more),
-    Measure(
-        "lowering",
-        lambda record: record.cost.get("lower_seconds"),
-        lambda value: f"{value:.1f} s",
-        _relative,
-    ),
+    Measure("delegated", _delegated, *_SHARE),
+    Measure("partitions", _in_coverage("partitions"), *_COUNT),
+    Measure("CPU nodes", _in_coverage("cpu_nodes"), *_COUNT),
+    Measure("lowering", lambda r: r.cost.get("lower_seconds"), "{:.1f} s".format, _relative),
 )
 """The measures of tables, in their order."""
 
@@ -165,11 +143,7 @@ def fronts(rows: Sequence[Row]) -> dict[str, list[str]]:
 
 
 class Earlier:
-    """The rows of an earlier sweep, found by model and options.
-
-    Args:
-        rows: The rows.
-    """
+    """The rows of an earlier sweep, found by model and options."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = {_identity(row): row for row in rows}
@@ -182,10 +156,9 @@ class Earlier:
         texts: list[str] = []
         for measure in measures:
             before, after = measure.value(earlier.record), measure.value(row.record)
-            if before is None or after is None:
-                texts.append("")
-            else:
-                texts.append(measure.difference(before, after))
+            texts.append(
+                "" if before is None or after is None else measure.difference(before, after)
+            )
         if earlier.record.status is not row.record.status:
             texts[0] = f"was {earlier.record.status.value}"
         return texts
@@ -198,3 +171,50 @@ class Earlier:
 
 def _identity(row: Row) -> tuple[object, ...]:
     return row.label, *sorted(row.options.items())
+
+
+def to_table(
+    rows: Sequence[Row], skipped: Sequence[Skipped] = (), earlier: Earlier | None = None
+) -> str:
+    """Return the rows with all measures, and the problems below them."""
+    best = fronts(rows)
+    measures = columns(rows)
+    heads = [measure.title for measure in measures]
+    table = [("job", *heads, "front")]
+    for row in rows:
+        values = (measure.value(row.record) for measure in measures)
+        texts = [
+            "-" if value is None else measure.text(value)
+            for measure, value in zip(measures, values, strict=True)
+        ]
+        table.append((row.name, *texts, ", ".join(best[row.name])))
+    parts = [console.columns(table)]
+    if earlier is not None:
+        compared = [
+            ("compared", *heads),
+            *((row.name, *earlier.differences(row, measures)) for row in rows),
+        ]
+        parts.append(console.columns(compared))
+        parts += [f"{name}: no longer there" for name in earlier.removed(rows)]
+    parts += [f"{name}: {problem}" for name, problem in problems(rows, skipped)]
+    return "\n".join(parts)
+
+
+def problems(rows: Sequence[Row], skipped: Sequence[Skipped] = ()) -> list[tuple[str, str]]:
+    """Return the names of jobs and combinations that lack something, with the reason.
+
+    Jobs may lack a result, a latency, or kernels for operations that stay on the CPU.
+    """
+    listed: list[tuple[str, str]] = []
+    for row in rows:
+        record = row.record
+        if not record.is_done:
+            listed.append((row.name, f"{record.status.value}: {record.reason}"))
+        elif record.latency is not None and "reason" in record.latency:
+            listed.append((row.name, f"no latency: {record.latency['reason']}"))
+        if record.missing_kernels:
+            operators = ", ".join(record.missing_kernels)
+            listed.append((row.name, f"no device loads it: no kernel for {operators}"))
+    return listed + [
+        (combination.name, f"skipped: {combination.reason}") for combination in skipped
+    ]

@@ -54,10 +54,8 @@ class Ending:
     """How a process ended.
 
     Attributes:
-        status: The way in which it ended.
         reason: The error, for a reader; empty if it is done.
         document: Its measurements; empty unless it is done.
-        seconds: Time since its start.
     """
 
     status: Status
@@ -71,9 +69,7 @@ class Task:
     """The work of one process.
 
     Attributes:
-        job: The job.
         program: The ``.pte`` whose latency is measured; None to lower and compare.
-        repeat: Number of runs for the median latency.
     """
 
     job: Job
@@ -84,13 +80,7 @@ class Task:
 class JobProcess:
     """A running task.
 
-    Args:
-        task: The task.
-        folder: The folder that it runs in.
-        limits: Time and memory that it may take.
-
     Attributes:
-        task: The task.
         program: Where it writes the ``.pte``, until ``close``.
     """
 

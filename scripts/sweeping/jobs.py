@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.quantization import QuantizationAssignment, mode_of
-from coreml_delegate.scripts.arguments import ENGINES, PRECISIONS
+from coreml_delegate.quantization import QuantizationAssignment
+from coreml_delegate.scripts.arguments import PRECISIONS
 from coreml_delegate.targets import Opset
 
 NONE: Final = "none"
@@ -27,10 +27,7 @@ class Model:
 
     Attributes:
         source: As SOURCE of ``export``.
-        weights: State dict to load, or None.
         input_shape: Shapes of random float32 inputs; empty for the source's own example inputs.
-        seed: Seed of random weights and inputs.
-        calibration: Data to calibrate with, or None.
         calibration_samples: Number of calibration samples read at most.
         data: Data to compare on, or None for random inputs.
         samples: Number of samples of ``data`` to compare on at most, None for all; without ``data``
@@ -80,9 +77,6 @@ class Job:
 
     Attributes:
         name: Unique in its sweep, for a reader: ``net[float16-int8-weight]``.
-        label: The model's name in the file.
-        model: The model.
-        options: The options.
     """
 
     name: str
@@ -101,33 +95,6 @@ class Job:
         model["input_shape"] = tuple(tuple(shape) for shape in model["input_shape"])
         options = Options(**document["options"])
         return cls(document["name"], document["label"], Model(**model), options)
-
-
-def check_precision(name: str, value: str) -> None:
-    """Check a value of ``precision``."""
-    _check_choice(name, value, PRECISIONS)
-
-
-def check_engine(name: str, value: str) -> None:
-    """Check a value of ``engine``."""
-    _check_choice(name, value, ENGINES)
-
-
-def check_quantize(_name: str, value: str) -> None:
-    """Check the form of a value of ``quantize``."""
-    if value != NONE and not value.endswith(CONFIG_SUFFIX):
-        mode_of(value)
-
-
-def check_target(_name: str, value: str) -> None:
-    """Check a value of ``target``."""
-    if value != AUTO:
-        Opset.from_target_name(value)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise OptionError(f"unknown {name}", got=repr(value), expected=", ".join(choices))
 
 
 def obstacle(options: Options, assignment: QuantizationAssignment | None) -> str | None:

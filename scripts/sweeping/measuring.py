@@ -83,11 +83,6 @@ def measure(job: Job, program: Path) -> dict[str, Any]:
 def measure_latency(job: Job, program: Path, repeat: int) -> dict[str, Any]:
     """Run a program with random inputs, after one run that warms up.
 
-    Args:
-        job: The job that lowered the program.
-        program: The ``.pte``.
-        repeat: Number of runs for the median.
-
     Returns:
         Plain data, the median in milliseconds.
     """

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from coreml_delegate.formats.html_pages import page_template
 from coreml_delegate.scripts.sweeping.fronts import (
@@ -18,11 +17,11 @@ from coreml_delegate.scripts.sweeping.fronts import (
     columns,
     fronts,
     points_of,
+    problems,
     unbeaten,
 )
 from coreml_delegate.scripts.sweeping.records import Row
 from coreml_delegate.scripts.sweeping.sweep_file import Skipped
-from coreml_delegate.scripts.sweeping.table import problems
 
 _TEMPLATE: Final = "sweep_page.html.j2"
 
@@ -34,15 +33,7 @@ _TICKS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A job in a drawing.
-
-    Attributes:
-        name: The job's name.
-        x: Position in pixels.
-        y: Position in pixels.
-        values_text: Its cost and its SQNR.
-        best: Whether it is on the front.
-    """
+    """A job in a drawing."""
 
     name: str
     x: float
@@ -56,8 +47,6 @@ class Drawing:
     """The jobs of one model by a cost and by SQNR.
 
     Attributes:
-        model: The model's name.
-        title: The cost's title.
         points: The jobs, those on the front last.
         front: Corners of the front's line.
         across: Positions and texts of the ticks of the cost's scale.
@@ -89,42 +78,24 @@ def to_html(
     earlier: Earlier | None = None,
     compared: str = "",
 ) -> str:
-    """Return one page, which needs no network.
-
-    Args:
-        rows: The rows.
-        title: Name of the sweep.
-        skipped: Combinations that are no jobs.
-        earlier: Rows to compare with, or None.
-        compared: Folder of the earlier rows.
-    """
-    measures = columns(rows)
+    """Return one page, which needs no network."""
+    measures, best = columns(rows), fronts(rows)
     drawings = [
         drawing
         for model, model_rows in by_model(rows).items()
         for cost in COSTS
         if (drawing := _draw(model, model_rows, cost)) is not None
     ]
-    return _template().render(
+    return page_template("coreml_delegate.scripts", _TEMPLATE).render(
         title=title,
         heads=[measure.title for measure in measures],
-        rows=[(row, _cells(row, measures, earlier), best) for row, best in _with_fronts(rows)],
+        rows=[(row, _cells(row, measures, earlier), best[row.name]) for row in rows],
         drawings=drawings,
         problems=problems(rows, skipped),
         compared=compared if earlier is not None else None,
         gone=[] if earlier is None else earlier.removed(rows),
         frame={"left": _LEFT, "right": _RIGHT, "top": _TOP, "bottom": _BOTTOM},
     )
-
-
-@functools.cache
-def _template() -> Any:
-    return page_template("coreml_delegate.scripts", _TEMPLATE)
-
-
-def _with_fronts(rows: Sequence[Row]) -> list[tuple[Row, list[str]]]:
-    best = fronts(rows)
-    return [(row, best[row.name]) for row in rows]
 
 
 def _cells(row: Row, measures: Sequence[Measure], earlier: Earlier | None) -> list[Cell]:

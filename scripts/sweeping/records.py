@@ -39,14 +39,12 @@ class Record:
 
     Attributes:
         key: Digest of all that its result depends on.
-        status: The way in which it ended.
         reason: The error; empty if it is done.
         result: The numbers that equal jobs share; empty unless it is done. See
             ``measuring.measure``.
         cost: Cost of this run: ``seconds``, and if it is done ``lower_seconds`` and ``peak_bytes``.
         latency: See ``measuring.measure_latency``; None until it has been measured, and
             ``{"reason": ...}`` if that failed.
-        limits: The limits that it ran with.
     """
 
     key: str
@@ -133,14 +131,7 @@ def _as_tight(now: float | None, then: float | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A record with the names that one sweep gives it.
-
-    Attributes:
-        name: The job's name.
-        label: The model's name.
-        options: The job's options, by name.
-        record: The record.
-    """
+    """A record with the names that one sweep gives it."""
 
     name: str
     label: str
@@ -159,14 +150,7 @@ class Row:
 
 
 class ResultFolder:
-    """The folder of a sweep.
-
-    Args:
-        path: The folder, which need not exist.
-
-    Attributes:
-        path: The folder.
-    """
+    """The folder of a sweep."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -39,19 +39,18 @@ from coreml_delegate.formats.entry_cache import parse_size
 from coreml_delegate.options import checks
 from coreml_delegate.options.checks import Check, instance, positive, refused
 from coreml_delegate.quantization import QuantizationAssignment, mode_of
+from coreml_delegate.scripts.arguments import ENGINES, PRECISIONS
 from coreml_delegate.scripts.sweeping.jobs import (
+    AUTO,
     AXES,
     CONFIG_SUFFIX,
     NONE,
     Job,
     Model,
     Options,
-    check_engine,
-    check_precision,
-    check_quantize,
-    check_target,
     obstacle,
 )
+from coreml_delegate.targets import Opset
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,6 @@ class Limits:
     """The time and memory that a job may take.
 
     Attributes:
-        seconds: Wall-clock time; None for no limit.
         memory: Bytes of resident memory; None for no limit.
     """
 
@@ -69,12 +67,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A combination that is no job, because its options exclude each other.
-
-    Attributes:
-        name: Named like a job.
-        reason: The reason, for a reader.
-    """
+    """A combination that is no job, because its options exclude each other."""
 
     name: str
     reason: str
@@ -87,9 +80,6 @@ class SweepFile:
     Attributes:
         folder: The folder of the file, absolute.
         jobs: In the order of the file.
-        skipped: Combinations that are no jobs.
-        limits: Time and memory that a job may take.
-        parallel: Jobs at a time.
         repeat: Number of runs for the median latency; 0 for no latency.
     """
 
@@ -114,9 +104,7 @@ def read(path: Path) -> SweepFile:
     try:
         return _read(document, path.resolve().parent)
     except OptionError as error:
-        raise OptionError(
-            f"{path}: {error.what}", got=error.got, expected=error.expected, remedy=error.remedy
-        ) from error
+        raise error.prefixed(f"{path}: ") from error
 
 
 def _read(document: dict[str, Any], folder: Path) -> SweepFile:
@@ -142,17 +130,17 @@ def _read(document: dict[str, Any], folder: Path) -> SweepFile:
     if not jobs:
         raise OptionError(
             "no job is left",
-            got="; ".join(
-                f"{combination.name}: {combination.reason}" for combination in skipped[:3]
-            )
+            got="; ".join(f"{s.name}: {s.reason}" for s in skipped[:3])
             or "every combination is excluded",
         )
-    memory = document.get("memory")
     return SweepFile(
         folder,
         tuple(jobs),
         tuple(skipped),
-        Limits(document.get("timeout"), None if memory is None else parse_size(memory)),
+        Limits(
+            document.get("timeout"),
+            parse_size(document["memory"]) if "memory" in document else None,
+        ),
         document.get("jobs", 1),
         document.get("repeat", 10),
     )
@@ -216,12 +204,7 @@ def _check_table(where: str, table: Mapping[str, Any], checks: Mapping[str, Chec
         try:
             checks[name](name, value)
         except OptionError as error:
-            raise OptionError(
-                f"{where}{error.what}",
-                got=error.got,
-                expected=error.expected,
-                remedy=error.remedy,
-            ) from error
+            raise error.prefixed(where) from error
 
 
 def _check_label(label: str | None, models: Mapping[str, Any]) -> None:
@@ -258,8 +241,24 @@ def _shapes(name: str, value: Any) -> None:
             positive(name, size)
 
 
-def _tables(name: str, value: Any) -> None:
-    checks.list_of("tables", dict)(name, value)
+def _one_of(*choices: str) -> Check:
+    """Return a check that a text is among ``choices``."""
+
+    def check(name: str, value: str) -> None:
+        if value not in choices:
+            raise OptionError(f"unknown {name}", got=repr(value), expected=", ".join(choices))
+
+    return check
+
+
+def _quantize(_: str, value: str) -> None:
+    if value != NONE and not value.endswith(CONFIG_SUFFIX):
+        mode_of(value)
+
+
+def _target(_: str, value: str) -> None:
+    if value != AUTO:
+        Opset.from_target_name(value)
 
 
 def _list_of(check: Check) -> Check:
@@ -295,10 +294,10 @@ def _single(check: Check) -> Check:
 
 
 _CHOICES: Final[Mapping[str, Check]] = {
-    "precision": check_precision,
-    "quantize": check_quantize,
-    "target": check_target,
-    "engine": check_engine,
+    "precision": _one_of(*PRECISIONS),
+    "quantize": _quantize,
+    "target": _target,
+    "engine": _one_of(*ENGINES),
 }
 _OPTIONS: Final = {name: _list_of(check) for name, check in _CHOICES.items()}
 
@@ -329,7 +328,7 @@ _EXCLUDED: Final[Mapping[str, Check]] = {
 _TOP: Final[Mapping[str, Check]] = {
     "models": _models,
     "options": _options,
-    "exclude": _tables,
+    "exclude": checks.list_of("tables", dict),
     "timeout": _seconds,
     "memory": _size,
     "jobs": positive,

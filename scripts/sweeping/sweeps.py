@@ -33,9 +33,7 @@ class Sweep:
     """Jobs, and the folder with their records.
 
     Args:
-        file: The file.
         jobs: The chosen jobs of the file.
-        folder: The folder.
         keep_programs: Whether the ``.pte`` of each job remains in the folder.
 
     Raises:
@@ -66,9 +64,6 @@ class Sweep:
         Args:
             runner: Runs the jobs; latencies are measured here.
             retry: Whether to run jobs again that did not end well.
-
-        Returns:
-            A record for each job.
         """
         missing = {
             digest: job
@@ -152,12 +147,7 @@ class Sweep:
 
 
 def run_here(file: SweepFile, parallel: int) -> Runner:
-    """Return a runner on this machine.
-
-    Args:
-        file: The sweep, for its folder and limits.
-        parallel: Jobs at a time.
-    """
+    """Return a runner on this machine."""
     return lambda tasks, finished: run_all(tasks, file.folder, file.limits, parallel, finished)
 
 

@@ -9,7 +9,7 @@ from support import handmade
 from support.lowering import Function, fp32_specs, lower
 from support.mil import Opset, build, builder_program, ct, mb, serialized, types
 
-from coreml_delegate.device_check.deployment import demands_of, oldest_opset
+from coreml_delegate.device_check.deployment import demands_of
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.mil.program import Program
 from coreml_delegate.runtime.program.pte import PteProgram
@@ -17,6 +17,11 @@ from coreml_delegate.scripts.delegates import all_partitions
 
 X = {"x": np.zeros((2, 8), np.float32)}
 IMAGE = {"x": np.zeros((1, 4, 8, 8), np.float32)}
+
+
+def oldest_opset(program):
+    """Return the oldest opset that can express a program."""
+    return max((demand.opset for demand in demands_of(program)), default=min(Opset))
 
 
 def compiled(pte: bytes) -> Program:

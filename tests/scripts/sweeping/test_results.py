@@ -20,6 +20,7 @@ from coreml_delegate.scripts.sweeping.fronts import (
     Earlier,
     columns,
     fronts,
+    to_table,
     unbeaten,
 )
 from coreml_delegate.scripts.sweeping.job_process import Ending, Status
@@ -34,7 +35,6 @@ from coreml_delegate.scripts.sweeping.records import (
     with_latency,
 )
 from coreml_delegate.scripts.sweeping.sweep_file import Limits, Skipped
-from coreml_delegate.scripts.sweeping.table import to_table
 
 HOSTILE = "</script><b>&"
 

@@ -19,6 +19,8 @@ instead of the product, which may have overflowed: ultralytics/ultralytics#24990
 is masked completely softmax divides zero by zero, and a product with a mask of ones and zeros turns
 zeros into NaN. Such values are clamped to the range of fp16.
 
+**Means** that are written as sums: see ``fp16_means``.
+
 **Softplus** of numbers beyond about 10 is zero on the neural engine: apple/coremltools#2687. There
 ``log(1 + exp(x))`` is ``x`` in fp16.
 """
@@ -34,6 +36,7 @@ import numpy as np
 
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm
+from coreml_delegate.mil.passes.fp16_means import MEANS
 from coreml_delegate.mil.passes.matching import (
     MOVES,
     Selector,
@@ -434,4 +437,11 @@ def _bound_softplus(op: Any, may_cast: Selector) -> None:
     replace(op, y)
 
 
-_REWRITES = (_scale_before_product, _bound_factors, _bound_scores, _rewrite_root, _bound_softplus)
+_REWRITES = (
+    _scale_before_product,
+    _bound_factors,
+    _bound_scores,
+    _rewrite_root,
+    _bound_softplus,
+    *MEANS,
+)

@@ -402,6 +402,32 @@ def _bound_scores(softmax: Any, may_cast: Selector) -> None:
     replace_operand(softmax, scores, bounded)
 
 
+def _bound_attention(op: Any, may_cast: Selector) -> None:
+    """Clamp the mask of an attention; rows that it hides as a whole attend to all keys alike.
+
+    Engines add the mask to the scores in fp32 or in fp16, so that a row of -65504 may keep the
+    scores; with a query of 0 it has none.
+    """
+    mask = op.inputs.get("attn_mask") if op.op_type == "scaled_dot_product_attention" else None
+    if mask is None or not is_fp32(mask) or not may_cast(op):
+        return
+    if not any(_may_overflow(origin, True) for origin, _ in _origins(mask)):
+        return
+    keywords: Any = {"before_op": op}
+    if mask.val is not None:
+        bounded = mb.const(val=np.clip(mask.val, -_MAX, _MAX), **keywords)
+        is_hidden = (bounded.val <= -_MAX).all(axis=-1, keepdims=True)
+        hides_rows = bool(is_hidden.any())
+    else:
+        bounded = mb.clip(x=mask, alpha=np.float32(-_MAX), beta=np.float32(_MAX), **keywords)
+        largest = mb.reduce_max(x=bounded, axes=[-1], keep_dims=True, **keywords)
+        is_hidden, hides_rows = mb.less_equal(x=largest, y=np.float32(-_MAX), **keywords), True
+    replace_operand(op, mask, bounded)
+    if hides_rows:
+        query = mb.select(cond=is_hidden, a=np.float32(0), b=op.query, **keywords)
+        replace_operand(op, op.query, query)
+
+
 def _may_overflow(var: Any, is_added: bool) -> bool:
     """Whether a source of scores may have finite values beyond fp16.
 
@@ -441,6 +467,7 @@ _REWRITES = (
     _scale_before_product,
     _bound_factors,
     _bound_scores,
+    _bound_attention,
     _rewrite_root,
     _bound_softplus,
     *MEANS,

@@ -153,6 +153,7 @@ def _chain(end: Any, carriers: set[Any]) -> set[Any]:
 _FUNCTIONS_OF_ANGLES = frozenset({"sin", "cos", "tan"})
 _LARGEST_ANGLE = 8.0  # fp16 has steps of 2 ** -8 below it
 _FEW_TERMS = 16  # of a running sum
+_LARGEST_OF_FP16 = float(np.finfo(np.float16).max)
 _LARGE = 2048.0  # fp16 has no odd integers beyond
 
 
@@ -399,6 +400,29 @@ def _saturated(block: Any) -> set[Any]:
     return saturated
 
 
+# Comparisons with infinity
+
+
+def _keep_comparisons_with_infinity(search: _Search, block: Any) -> None:
+    """Keep comparisons with infinity of numbers beyond fp16, as in a mask."""
+    comparisons = [
+        op
+        for op in block.operations
+        if op.op_type in _COMPARISONS and any(_largest(var) == math.inf for var in operands(op))
+    ]
+    if not comparisons:
+        return
+    carriers = search.carriers(block, _exceeds_fp16)
+    for op in comparisons:
+        chain = set[Any]().union(*(_chain(var, carriers) for var in operands(op)))
+        if search.may_cast(op) and (chain or any(map(search.is_exact, operands(op)))):
+            search.keep({op, *chain})
+
+
+def _exceeds_fp16(op: Any) -> bool:
+    return any(_LARGEST_OF_FP16 < _largest(var) < math.inf for var in operands(op))
+
+
 # Deviations from the mean
 
 
@@ -432,5 +456,6 @@ _RULES: tuple[Callable[[_Search, Any], None], ...] = (
     _keep_angles,
     _keep_coordinates,
     _keep_bounds,
+    _keep_comparisons_with_infinity,
     _keep_deviations,
 )

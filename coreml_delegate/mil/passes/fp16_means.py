@@ -8,7 +8,10 @@
   attention, ``(q @ (k.T @ v)) / (q @ sum(k))``, the sums are those of k (Katharopoulos et al.,
   "Transformers are RNNs", 2020); there ``k.T @ v`` is divided by n, half in k, half in v.
 
-All but the last take as many ops as before, or one op fewer.
+- A variance ``mean(x ** 2) - mean(x) ** 2`` is ``mean((x - mean(x)) ** 2)``.
+
+All but linear attention, and a sum that is divided by an input of the program (one op more), take
+as many ops as before, or one op fewer.
 """
 
 from __future__ import annotations
@@ -112,19 +115,64 @@ def _with_scaled_factor(product: Any, factor: str, scale: float, **keywords: Any
 
 def scale_quotient(quotient: Any, may_cast: Selector) -> None:
     """Divide both sums of a quotient by their number of terms."""
-    if quotient.op_type != "real_div" or not may_cast(quotient) or not is_fp32(quotient.x):
+    parts = _quotient(quotient) if is_fp32(quotient.outputs[0]) and may_cast(quotient) else None
+    if parts is None:
         return
-    operands = (quotient.x, quotient.y)
+    *operands, reciprocal = parts
     counts = set[int].intersection(*(_counts(var, may_cast) for var in operands))
     for count in sorted(counts, reverse=True):
         dividend, divisor = (_divided(var, count, may_cast) for var in operands)
         if dividend is not None and divisor is not None:
-            name = quotient.outputs[0].name
-            replace(quotient, mb.real_div(x=dividend, y=divisor, name=name, before_op=quotient))
+            _replace_quotient(quotient, dividend, divisor, reciprocal)
             return
+    dividend, divisor = operands
+    counts = _counts(dividend, may_cast, _SUMS) if not reciprocal and _is_count(divisor) else set()
+    count = max(counts, default=0)
+    if count >= _LONG and (dividend := _divided(dividend, count, may_cast)) is not None:
+        divisor = mb.mul(x=divisor, y=np.float32(1 / count), before_op=quotient)
+        _replace_quotient(quotient, dividend, divisor, reciprocal)
 
 
-def _counts(var: Any, may_cast: Selector) -> set[int]:
+_MOVES = ("expand_dims", "reshape", "squeeze", "transpose", "slice_by_index")
+_SUMS = frozenset({"reduce_sum"})
+_PRODUCTS = frozenset({"matmul", "linear"})
+
+
+def _quotient(op: Any) -> tuple[Any, Any, list[Any]] | None:
+    """Match ``a / b`` or ``a * (c / b)``; return a, b and the ops from ``c / b`` to the product."""
+    if op.op_type == "real_div":
+        return op.x, op.y, []
+    if op.op_type != "mul":
+        return None
+    for dividend, var in ((op.x, op.y), (op.y, op.x)):
+        ops = list[Any]()
+        while (move := made_by(var, *_MOVES)) is not None and len(ops) < _MOST_STEPS:
+            ops.append(move)
+            var = move.x
+        division = made_by(var, "real_div")
+        if division is not None and number_in(division.x) is not None:
+            return dividend, division.y, [*ops, division]
+    return None
+
+
+def _replace_quotient(quotient: Any, dividend: Any, divisor: Any, reciprocal: list[Any]) -> None:
+    for op in reversed(reciprocal):
+        divisor = _rebuilt(op, **{"y" if op.op_type == "real_div" else "x": divisor})
+    combine = mb.mul if reciprocal else mb.real_div
+    name = quotient.outputs[0].name
+    replace(quotient, combine(x=dividend, y=divisor, name=name, before_op=quotient))
+
+
+def _is_count(var: Any) -> bool:
+    """Whether a variable is an input of the program, or computed from integers."""
+    op = made_by(var, *_MOVES, "clip", "maximum", "cast")
+    if op is None:
+        return var.op is None
+    is_integer = op.op_type == "cast" and op.x.dtype.__name__ == "int"
+    return is_integer or (op.op_type != "cast" and _is_count(op.x))
+
+
+def _counts(var: Any, may_cast: Selector, types: frozenset[str] = _SUMS | _PRODUCTS) -> set[int]:
     """Return the numbers of terms of the sums from which a variable is computed linearly."""
     counts = set[int]()
     pending = [(var, 0)]
@@ -133,14 +181,15 @@ def _counts(var: Any, may_cast: Selector) -> set[int]:
         op = current.op
         if op is None or op.op_type not in _DIVISIONS or steps > _MOST_STEPS or not may_cast(op):
             continue
-        count = _terms(op) if op.op_type == "reduce_sum" else _contracted(op)
-        counts |= {count} if count and count > 1 else set()
+        if op.op_type in types:
+            count = _terms(op) if op.op_type in _SUMS else _contracted(op)
+            counts |= {count} if count and count > 1 else set()
         pending += [(operand, steps + 1) for operand in variables(op) if is_fp32(operand)]
     return counts
 
 
 def _contracted(op: Any) -> int | None:
-    """Return the number of terms of each sum of a product of matrices; None for other ops."""
+    """Return the number of terms of each sum of a product of matrices; None if not known."""
     if op.op_type == "linear":
         return count_of(op.x.shape[-1:])
     if op.op_type != "matmul":
@@ -230,12 +279,45 @@ def _divide_both(op: Any, count: int) -> Any:
 
 _DIVISIONS: dict[str, Callable[[Any, Divide, int], Any]] = {
     "reduce_sum": _divide_sum,
-    **dict.fromkeys(("expand_dims", "reshape", "squeeze", "transpose", "tile"), _divide_move),
+    **dict.fromkeys((*_MOVES, "tile"), _divide_move),
     "clip": _divide_clip,
     **dict.fromkeys(("add", "sub", "maximum", "minimum", "select"), _divide_terms),
     **dict.fromkeys(("mul", "matmul", "linear"), _divide_product),
 }
 """Functions that divide the result of an op that is linear in sums."""
+
+# Variances
+
+
+def centre_squares(difference: Any, may_cast: Selector) -> None:
+    """Compute ``mean((x - mean(x)) ** 2)`` in place of ``mean(x ** 2) - mean(x) ** 2``."""
+    if difference.op_type != "sub" or not may_cast(difference):
+        return
+    squares, square = made_by(difference.x, "reduce_mean"), difference.y
+    x = None if squares is None else _root_of_square(squares.x)
+    mean = made_by(_root_of_square(square), "reduce_mean")
+    if x is None or mean is None or mean.x is not x or not is_fp32(x):
+        return
+    axes = axes_of(squares, x.rank)
+    if axes is None or axes != axes_of(mean, x.rank) or difference.x.shape != square.shape:
+        return
+    keywords: Any = {"before_op": difference}
+    centre = mb.reduce_mean(x=x, axes=list(axes), keep_dims=True, **keywords)
+    deviation = mb.sub(x=x, y=centre, **keywords)
+    power = mb.square(x=deviation, **keywords)
+    keep = bool(squares.keep_dims.val)
+    name = difference.outputs[0].name
+    variance = mb.reduce_mean(x=power, axes=list(axes), keep_dims=keep, name=name, **keywords)
+    replace(difference, variance)
+
+
+def _root_of_square(var: Any) -> Any:
+    """Return x of ``x ** 2``, or None."""
+    op = made_by(var, "square", "mul", "pow")
+    if op is None or (op.op_type == "mul" and op.x is not op.y):
+        return None
+    return None if op.op_type == "pow" and number_in(op.y) != 2 else op.x
+
 
 MEANS = (average_scaled_sum, scale_ones, scale_quotient)
 """Rewrites: functions of an op and of the selector of ops that are cast."""

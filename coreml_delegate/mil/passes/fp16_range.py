@@ -36,7 +36,7 @@ import numpy as np
 
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm
-from coreml_delegate.mil.passes.fp16_means import MEANS
+from coreml_delegate.mil.passes.fp16_means import MEANS, centre_squares
 from coreml_delegate.mil.passes.matching import (
     MOVES,
     Selector,
@@ -464,6 +464,7 @@ def _bound_softplus(op: Any, may_cast: Selector) -> None:
 
 
 _REWRITES = (
+    centre_squares,
     _scale_before_product,
     _bound_factors,
     _bound_scores,

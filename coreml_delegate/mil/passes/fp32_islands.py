@@ -284,6 +284,7 @@ def _name(dtype: Any) -> str:
 
 _SMALLEST_BOUND = 2.0**-20  # fp16 has 4 bits or fewer below
 _SMALLEST_SUMMAND = 2.0**-8  # beside a number of 0.5 or more
+_LARGEST_SHIFT = 2.0**-10  # of values that are rounded to integers or compared
 _NEAR = 2.0**-8
 _LOST = 1 / 32  # relative error of the distance to an integer
 _KEEPS_BOUND = (
@@ -298,13 +299,11 @@ _READERS_IN_RANGE = frozenset({"mul", "real_div", "log", "tanh", "sigmoid", "ata
 
 def _keep_bounds(search: _Search, block: Any) -> None:
     """Keep logarithms, reciprocals and steps whose bound, epsilon or shift fp16 rounds away."""
-    bounded = set[Any]()
-    for op in block.operations:
-        if _has_lost_bound(op) or (
-            _keeps_bound(op) and any(var.op in bounded for var in operands(op))
-        ):
-            bounded.add(op)
-    saturated = _saturated(block)
+    bounded = _followers(block, _has_lost_bound, _keeps_bound)
+    shifted = _followers(block, lambda op: _is_shift(op) or op in bounded, _keeps_bound)
+    saturated = _followers(
+        block, _is_probability, lambda op: op.op_type in MOVES or _is_distance(op)
+    )
     exact = search.carriers(block, lambda _: False)
     carriers = search.carriers(block, lambda op: op in bounded or op.op_type in _SATURATING)
     for op in block.operations:
@@ -318,7 +317,7 @@ def _keep_bounds(search: _Search, block: Any) -> None:
         elif op.op_type in _STEPS | _COMPARISONS:
             chain = set[Any]().union(*(_chain(var, exact) for var in operands(op)))
             is_exact = chain or any(search.is_exact(var) for var in operands(op))
-            if is_exact and (op in bounded or any(var.op in bounded for var in operands(op))):
+            if is_exact and (op in bounded or any(var.op in shifted for var in operands(op))):
                 search.keep({op, *chain})
 
 
@@ -388,16 +387,30 @@ def _is_lost(var: Any) -> bool:
 _MOST_BOUNDS = 64  # elements of a constant that is a bound; larger constants are weights
 
 
-def _saturated(block: Any) -> set[Any]:
-    """Return probabilities, as results of a sigmoid, and their distances from 1."""
-    saturated = set[Any]()
+def _is_shift(op: Any) -> bool:
+    """Whether an op adds a small number, by which values next to an integer pass it."""
+    return op.op_type in ("add", "sub") and any(
+        0 < _largest(var) < _LARGEST_SHIFT for var in operands(op)
+    )
+
+
+def _is_probability(op: Any) -> bool:
+    return op.op_type in ("sigmoid", "softmax")
+
+
+def _keeps_probability(op: Any) -> bool:
+    return op.op_type in MOVES or _is_distance(op)
+
+
+def _followers(
+    block: Any, is_seed: Callable[[Any], bool], follows: Callable[[Any], bool]
+) -> set[Any]:
+    """Return the seeds and the ops that compute from them by ops that follow."""
+    followers = set[Any]()
     for op in block.operations:
-        follows = op.op_type in MOVES or _is_distance(op)
-        if op.op_type in ("sigmoid", "softmax") or (
-            follows and any(var.op in saturated for var in operands(op))
-        ):
-            saturated.add(op)
-    return saturated
+        if is_seed(op) or (follows(op) and any(var.op in followers for var in operands(op))):
+            followers.add(op)
+    return followers
 
 
 # Comparisons with infinity

@@ -422,10 +422,12 @@ def _bound_attention(op: Any, may_cast: Selector) -> None:
         bounded = mb.clip(x=mask, alpha=np.float32(-_MAX), beta=np.float32(_MAX), **keywords)
         largest = mb.reduce_max(x=bounded, axes=[-1], keep_dims=True, **keywords)
         is_hidden, hides_rows = mb.less_equal(x=largest, y=np.float32(-_MAX), **keywords), True
-    replace_operand(op, mask, bounded)
+    query = op.query
     if hides_rows:
-        query = mb.select(cond=is_hidden, a=np.float32(0), b=op.query, **keywords)
-        replace_operand(op, op.query, query)
+        query = mb.select(cond=is_hidden, a=np.float32(0), b=query, **keywords)
+    operands = {"query": query, "key": op.key, "value": op.value, "attn_mask": bounded}
+    name = op.outputs[0].name
+    replace(op, mb.scaled_dot_product_attention(**operands, name=name, **keywords))
 
 
 def _may_overflow(var: Any, is_added: bool) -> bool:

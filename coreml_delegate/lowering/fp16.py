@@ -2,7 +2,8 @@
 
 **Calls that stay in fp32.** coremltools decides per op by a callback. An op is mapped to its call
 by its debug handle, so every such call gets a distinct handle. Before the cast, the pass
-``mil.passes.fp16_range`` keeps the values of the other ops in range.
+``mil.passes.fp16_range`` keeps the values of the other ops in range, and
+``mil.passes.fp32_islands`` finds further ops that stay in fp32.
 
 **Constants that fp16 loses** are recorded in fp32: see ``formats.fp32_constants``.
 """
@@ -20,10 +21,13 @@ from torch.fx import Node
 from coreml_delegate.exported.module_scope import ModulePattern, scopes_of
 from coreml_delegate.formats.fp32_constants import Constants, as_lost
 from coreml_delegate.lowering.debug_handles import HANDLE
-from coreml_delegate.mil.passes.fp16_range import Selector, keep_in_fp16_range
+from coreml_delegate.mil.passes.fp16_range import keep_in_fp16_range
+from coreml_delegate.mil.passes.fp32_islands import ops_in_fp32
+from coreml_delegate.mil.passes.matching import Selector
 from coreml_delegate.options.compile_options import KeepFp32
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches import patched
+from coreml_delegate.patches.third_party import coremltools
 
 # Calls that stay in fp32
 
@@ -92,8 +96,17 @@ def fp16_cast() -> Generator[Mapping[str, np.ndarray[Any, Any]]]:
             if value is not None:
                 recorded[op.outputs[0].name] = value
 
-    with patched(coremltools_patches.AROUND_FP16_CAST.with_state((keep_in_fp16_range, record))):
+    with patched(coremltools_patches.AROUND_FP16_CAST.with_state((_guard, record))):
         yield recorded
+
+
+def _guard(program: Any, may_cast: Selector) -> Selector:
+    """Rewrite what fp16 would lose, and return the selector without the ops that stay in fp32."""
+    keep_in_fp16_range(program, may_cast)
+    passes = coremltools().converters.mil.mil.passes.pass_registry.PASS_REGISTRY
+    passes["common::dead_code_elimination"](program)  # what the rewrites have replaced
+    in_fp32 = ops_in_fp32(program, may_cast)
+    return lambda op: op not in in_fp32 and may_cast(op)
 
 
 def lost_constants(program: Any, recorded: Mapping[str, np.ndarray[Any, Any]]) -> Constants:

@@ -6,6 +6,7 @@ much time or memory. ``WORKAROUNDS`` and ``faster()`` hold while we convert.
 
 from __future__ import annotations
 
+import copy
 import math
 import pkgutil
 from collections import defaultdict
@@ -307,19 +308,24 @@ OVERFLOW_CHECK = _patch(
 )
 
 
+_Selector = Callable[[Any], bool]
+
+
 def _around_cast(
-    steps: tuple[Callable[[Any, Callable[[Any], bool]], None], Callable[[Any], None]],
+    steps: tuple[Callable[[Any, _Selector], _Selector], Callable[[Any], None]],
     cast: Callable[..., None],
 ) -> Callable[..., None]:
     before, after = steps
     fp16 = pkgutil.resolve_name(f"{_PASSES}.quantization:FP16ComputePrecision")
 
     def apply(self: Any, program: Any) -> None:
-        if isinstance(self, fp16):
-            before(program, self.op_selector or (lambda _: True))
-        cast(self, program)
-        if isinstance(self, fp16):
-            after(program)
+        if not isinstance(self, fp16):
+            cast(self, program)
+            return
+        caster = copy.copy(self)  # the registered pass serves all conversions
+        caster.op_selector = before(program, self.op_selector or (lambda _: True))
+        cast(caster, program)
+        after(program)
 
     return apply
 
@@ -329,7 +335,8 @@ AROUND_FP16_CAST = _patch(
     _around_cast,
     "Rewrites for fp16 need to know which ops are cast; casts of constants, which a later pass"
     " folds, show which constants fp16 loses. The state is a pair: a function of the program and"
-    " the selector of ops, before the casts, and one of the program with casts.",
+    " the selector of ops, before the casts, which returns another selector, and one of the program"
+    " with casts.",
 )
 
 

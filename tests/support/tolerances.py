@@ -108,3 +108,6 @@ def logits_bounds(expected: torch.Tensor) -> tuple[float, float]:
 # tenths, which on average over a text cost a model next to nothing.
 PERPLEXITY_FP16 = 0.01
 PERPLEXITY_INT4 = 0.05
+# Expressions of a few ops that fp16 would lose, guarded: results round to 11 bits, worth 66 dB, and
+# so do operands that are results of layers.
+SQNR_FP16_GUARDED = 40.0

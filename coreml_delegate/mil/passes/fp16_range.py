@@ -19,6 +19,8 @@ instead of the product, which may have overflowed: ultralytics/ultralytics#24990
 is masked completely softmax divides zero by zero, and a product with a mask of ones and zeros turns
 zeros into NaN. Such values are clamped to the range of fp16.
 
+**Means** that are written as sums: see ``fp16_means``.
+
 **Softplus** of numbers beyond about 10 is zero on the neural engine: apple/coremltools#2687. There
 ``log(1 + exp(x))`` is ``x`` in fp16.
 """
@@ -26,7 +28,7 @@ zeros into NaN. Such values are clamped to the range of fp16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +36,25 @@ import numpy as np
 
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm
+from coreml_delegate.mil.passes.fp16_means import MEANS, centre_squares
+from coreml_delegate.mil.passes.matching import (
+    MOVES,
+    Selector,
+    axes_of,
+    count_of,
+    is_fp32,
+    made_by,
+    number_in,
+    only_reader,
+    operands,
+    replace,
+    replace_operand,
+)
 from coreml_delegate.patches.coremltools import INFINITE_FROM
 
 _MAX = float(np.finfo(np.float16).max)
 _SMALLEST_NORMAL = float(np.finfo(np.float16).smallest_normal)
 _LARGEST_GUARD = 1e-11  # epsilon of an rsqrt that only prevents division by zero; MIL's is 1e-12
-
-Selector = Callable[[Any], bool]
-"""Returns whether coremltools may cast a MIL op to fp16."""
 
 
 def keep_in_fp16_range(program: Any, may_cast: Selector) -> None:
@@ -64,33 +77,6 @@ def _rewrite(block: Any, may_cast: Selector) -> None:
         for op in list(block.operations):
             for inner in op.blocks:
                 _rewrite(inner, may_cast)
-
-
-def _replace(op: Any, new: Any) -> None:
-    """Replace the result of an op by a variable of the same block, and remove the op."""
-    block = op.enclosing_block
-    block.replace_uses_of_var_after_op(anchor_op=op, old_var=op.outputs[0], new_var=new)
-    block.remove_ops([op])
-
-
-def _made_by(var: Any, *types: str) -> Any:
-    """Return the op of one of ``types`` that computes a variable, or None."""
-    op = getattr(var, "op", None)
-    return op if op is not None and op.op_type in types else None
-
-
-def _number(var: Any) -> float | None:
-    """Return the number that every element of a constant has; None for other variables."""
-    value = None if var is None else var.val
-    if value is None or isinstance(value, str | bool) or not np.size(value):
-        return None
-    array = np.asarray(value)
-    first, last = array.flat[0], array.flat[-1]
-    return float(first) if first == last and (array == first).all() else None
-
-
-def _is_fp32(var: Any) -> bool:
-    return bool(var.is_tensor_or_scalar_of(dtype="fp32"))
 
 
 # Norms and other roots of squares
@@ -132,13 +118,12 @@ class _Root:
     @property
     def count(self) -> int | None:
         """Number of squares; None if it is not known before the program runs."""
-        sizes = [self.x.shape[axis] for axis in self.axes]
-        return math.prod(sizes) if all(isinstance(s, int | np.integer) for s in sizes) else None
+        return count_of(self.x.shape[axis] for axis in self.axes)
 
     @property
     def per_mean(self) -> float | None:
         """The f of ``sqrt(f * mean(x ** 2) + epsilon)``; None if it is not known."""
-        factor = 1.0 if self.factor is None else _number(self.factor)
+        factor = 1.0 if self.factor is None else number_in(self.factor)
         if self.count is None or not factor or not factor > 0:
             return None
         factor = 1 / factor if self.is_divided else factor
@@ -178,26 +163,26 @@ def _rewrite_root(op: Any, may_cast: Selector) -> None:
 
 def _match_root(op: Any) -> _Root | None:
     """Match a root of squares that ends in ``op``."""
-    power = _number(op.y) if op.op_type == "pow" else _POWERS.get(op.op_type)
-    if power not in (0.5, -0.5) or not _is_fp32(op.x):
+    power = number_in(op.y) if op.op_type == "pow" else _POWERS.get(op.op_type)
+    if power not in (0.5, -0.5) or not is_fp32(op.x):
         return None
     total, epsilon = _without_epsilon(op.x)
     if op.op_type == "rsqrt" and op.epsilon.val > _LARGEST_GUARD:
         epsilon += float(op.epsilon.val)
     factor, is_divided = None, False
-    if (product := _made_by(total, "mul", "real_div")) is not None:
+    if (product := made_by(total, "mul", "real_div")) is not None:
         is_divided = product.op_type == "real_div"
         total, factor = product.x, product.y
-        if not is_divided and _number(total) is not None:
+        if not is_divided and number_in(total) is not None:
             total, factor = factor, total
-        is_number = _number(factor) is not None or math.prod(factor.shape) == 1
+        is_number = number_in(factor) is not None or math.prod(factor.shape) == 1
         if not is_number or product.outputs[0].shape != total.shape:
             return None
-    view = _made_by(total, "expand_dims", "reshape")
+    view = made_by(total, "expand_dims", "reshape")
     reduced = total if view is None else view.x
-    reduction = _made_by(reduced, "reduce_mean", "reduce_sum", "reduce_sum_square")
+    reduction = made_by(reduced, "reduce_mean", "reduce_sum", "reduce_sum_square")
     x = None if reduction is None else _squared(reduction)
-    axes = None if x is None else _axes(reduction, x.rank)
+    axes = None if x is None else axes_of(reduction, x.rank)
     if x is None or axes is None:
         return None
     kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
@@ -210,32 +195,26 @@ def _match_root(op: Any) -> _Root | None:
 
 def _without_epsilon(total: Any) -> tuple[Any, float]:
     """Match ``squares + epsilon``; return the squares and epsilon, 0 without."""
-    addition = _made_by(total, "add")
+    addition = made_by(total, "add")
     for squares, summand in (
         ((addition.x, addition.y), (addition.y, addition.x)) if addition else ()
     ):
-        number = _number(summand)
+        number = number_in(summand)
         if number is not None and number > 0 and squares.shape == total.shape:
             return squares, number
     return total, 0.0
-
-
-def _axes(reduction: Any, rank: int) -> tuple[int, ...] | None:
-    """Return the axes of a reduction in ascending order, or None."""
-    axes = range(rank) if reduction.axes is None else reduction.axes.val
-    return None if axes is None else tuple(sorted({int(axis) % rank for axis in axes}))
 
 
 def _squared(reduction: Any) -> Any:
     """Return the variable whose squares are reduced, or None."""
     if reduction.op_type == "reduce_sum_square":
         return reduction.x
-    square = _made_by(reduction.x, "square", "mul", "pow")
+    square = made_by(reduction.x, "square", "mul", "pow")
     if square is None or not square.x.rank:
         return None
     if square.op_type == "mul":
         return square.x if square.x is square.y else None
-    return square.x if square.op_type == "square" or _number(square.y) == 2 else None
+    return square.x if square.op_type == "square" or number_in(square.y) == 2 else None
 
 
 def _as_norm(root: _Root) -> tuple[Norm, float] | None:
@@ -251,12 +230,12 @@ def _as_norm(root: _Root) -> tuple[Norm, float] | None:
 
 def _source_of_deviations(root: _Root) -> Any:
     """Return x of a root of the squares of ``x - mean(x)``; None for other squares."""
-    difference = _made_by(root.x, "sub")
-    mean = difference and _made_by(difference.y, "reduce_mean")
+    difference = made_by(root.x, "sub")
+    mean = difference and made_by(difference.y, "reduce_mean")
     if mean is None or mean.x is not difference.x or difference.x.shape != root.x.shape:
         return None
     is_aligned = mean.keep_dims.val or len(root.axes) == mean.x.rank
-    return mean.x if is_aligned and _axes(mean, mean.x.rank) == root.axes else None
+    return mean.x if is_aligned and axes_of(mean, mean.x.rank) == root.axes else None
 
 
 def _replace_by_layer_norm(quotient: Any, norm: Norm, scale: float) -> None:
@@ -266,28 +245,19 @@ def _replace_by_layer_norm(quotient: Any, norm: Norm, scale: float) -> None:
     if not math.isclose(scale, 1, rel_tol=1e-7):
         parameters["gamma"] = np.full(norm.shape, scale, np.float32)
     for kind, name in (("mul", "gamma"), ("add", "beta")):
-        reader = _only_reader(last, kind)
+        reader = only_reader(last, kind)
         value = None if reader is None else _parameter(reader, last.outputs[0], norm)
         if reader is not None and value is not None:
             last, parameters[name] = reader, value * parameters.get(name, np.float32(1))
     if "beta" in parameters:
         parameters.setdefault("gamma", np.ones(norm.shape, np.float32))
-    _replace(last, norm.compose(parameters, name=last.outputs[0].name, before_op=last))
-
-
-def _only_reader(op: Any, kind: str) -> Any | None:
-    """Return the op of ``kind`` that alone reads the result of ``op``, or None."""
-    result = op.outputs[0]
-    readers = result.child_ops
-    if len(readers) != 1 or readers[0].op_type != kind or result in op.enclosing_block.outputs:
-        return None
-    return readers[0] if readers[0].enclosing_block is op.enclosing_block else None
+    replace(last, norm.compose(parameters, name=last.outputs[0].name, before_op=last))
 
 
 def _parameter(op: Any, x: Any, norm: Norm) -> Any:
     """Return the constant operand of ``op``, beside ``x``, as array of ``norm.shape``, or None."""
     other = op.y if op.x is x else op.x
-    if other.val is None or _made_by(other, "const") is None or other.rank > x.rank:
+    if other.val is None or made_by(other, "const") is None or other.rank > x.rank:
         return None
     value = np.asarray(other.val, np.float32)
     value = value.reshape((1,) * (x.rank - value.ndim) + value.shape)
@@ -311,7 +281,7 @@ def _scale_down(root: _Root, quotients: list[Any]) -> None:
     total = reduce(x=square, axes=axes, keep_dims=True, **keywords)
     if root.factor is not None:
         apply = mb.real_div if root.is_divided else mb.mul
-        number = _number(root.factor)
+        number = number_in(root.factor)
         factor = root.factor if number is None else np.float32(number)
         total = apply(x=total, y=factor, **keywords)
     if root.epsilon:
@@ -321,7 +291,7 @@ def _scale_down(root: _Root, quotients: list[Any]) -> None:
     for quotient in quotients:  # (x / scale) / (root / scale)
         inverse = mb.rsqrt(x=total, **keywords)
         y = mb.mul(x=scaled, y=inverse, name=quotient.outputs[0].name, before_op=quotient)
-        _replace(quotient, y)
+        replace(quotient, y)
     result = op.outputs[0]
     if not result.child_ops and result not in op.enclosing_block.outputs:
         return
@@ -329,20 +299,22 @@ def _scale_down(root: _Root, quotients: list[Any]) -> None:
     value = mb.rsqrt(x=total, **keywords) if root.is_inverse else mb.sqrt(x=total, **keywords)
     names = {"name": result.name}
     value = combine(x=value, y=scale, **keywords, **(names if root.is_kept else {}))
-    _replace(op, value if root.is_kept else mb.squeeze(x=value, axes=axes, **names, **keywords))
+    replace(op, value if root.is_kept else mb.squeeze(x=value, axes=axes, **names, **keywords))
 
 
 # Scores
 
 # Ops whose results are values of their operands, or sums and products of them.
 _SUMS = frozenset({"add", "sub"})
-_PROPAGATES = _SUMS | {
-    *("mul", "real_div", "select", "maximum", "minimum", "clip", "cast", "identity", "abs"),
-    *("reshape", "reshape_like", "transpose", "expand_dims", "squeeze", "reverse", "tile", "pad"),
-    *("slice_by_index", "slice_by_size", "slice_update", "split", "concat", "stack", "fill"),
-    *("gather", "gather_along_axis", "gather_nd", "band_part", "sliding_windows", "crop"),
-    *("scatter", "scatter_along_axis", "scatter_nd", "upsample_nearest_neighbor"),
-}
+_PROPAGATES = (
+    _SUMS
+    | MOVES
+    | {
+        *("mul", "real_div", "select", "maximum", "minimum", "clip", "cast", "abs", "fill"),
+        *("slice_update", "scatter", "scatter_along_axis", "scatter_nd"),
+        "upsample_nearest_neighbor",
+    }
+)
 
 
 def _origins(scores: Any) -> Iterator[tuple[Any, bool]]:
@@ -358,15 +330,7 @@ def _origins(scores: Any) -> Iterator[tuple[Any, bool]]:
         op = var.op
         if op is not None and op.op_type in _PROPAGATES:
             adds = is_added or op.op_type in _SUMS
-            pending += [(operand, adds) for operand in _operands(op)]
-
-
-def _operands(op: Any) -> list[Any]:
-    inputs = op.inputs.values()
-    listed = [
-        v for value in inputs for v in (value if isinstance(value, list | tuple) else [value])
-    ]
-    return [v for v in listed if _is_fp32(v)]
+            pending += [(operand, adds) for operand in operands(op)]
 
 
 def _scale_before_product(softmax: Any, may_cast: Selector) -> None:
@@ -379,28 +343,26 @@ def _scale_before_product(softmax: Any, may_cast: Selector) -> None:
             continue
         if not may_cast(product):
             continue
-        factors = _operands(product)
+        factors = operands(product)
         factor = min(factors, key=lambda factor: _elements(factor.shape))
         scaled = mb.mul(x=factor, y=np.float32(scale), before_op=product)
-        product.enclosing_block.replace_uses_of_var_after_op(
-            anchor_op=scaled.op, old_var=factor, new_var=scaled, end_op=product
-        )
-        _replace(var.op, product.outputs[0])
+        replace_operand(product, factor, scaled)
+        replace(var.op, product.outputs[0])
 
 
 def _scaled_product(var: Any) -> tuple[Any, float] | None:
     """Match ``matmul(a, b) * scale`` with a scale below 1; return the product and the scale."""
-    op = _made_by(var, "mul", "real_div")
+    op = made_by(var, "mul", "real_div")
     if op is None or var in op.enclosing_block.outputs:
         return None
-    result, number = op.x, _number(op.y)
+    result, number = op.x, number_in(op.y)
     if op.op_type == "mul" and number is None:
-        result, number = op.y, _number(op.x)
-    product = _made_by(result, "matmul", "einsum")
+        result, number = op.y, number_in(op.x)
+    product = made_by(result, "matmul", "einsum")
     if product is None or not number or result.child_ops != [op] or result.shape != var.shape:
         return None
     scale = number if op.op_type == "mul" else 1 / number
-    factors = _operands(product)
+    factors = operands(product)
     if not 0 < abs(scale) < 1 or len(set(factors)) != 2:  # 1: both factors would be scaled
         return None
     if (
@@ -409,7 +371,7 @@ def _scaled_product(var: Any) -> tuple[Any, float] | None:
     ):
         return None
     # A product of dequantized factors may be computed in integers.
-    return None if any(_made_by(f, "dequantize") for f in factors) else (product, scale)
+    return None if any(made_by(f, "dequantize") for f in factors) else (product, scale)
 
 
 def _elements(shape: Any) -> float:
@@ -426,9 +388,7 @@ def _bound_factors(product: Any, may_cast: Selector) -> None:
     for factor in (product.x, product.y):
         if _exceeds(factor, INFINITE_FROM):
             bounded = mb.const(val=np.clip(factor.val, -_MAX, _MAX), before_op=product)
-            product.enclosing_block.replace_uses_of_var_after_op(
-                anchor_op=bounded.op, old_var=factor, new_var=bounded, end_op=product
-            )
+            replace_operand(product, factor, bounded)
 
 
 def _bound_scores(softmax: Any, may_cast: Selector) -> None:
@@ -439,9 +399,35 @@ def _bound_scores(softmax: Any, may_cast: Selector) -> None:
     if not any(_may_overflow(*origin) for origin in _origins(scores)):
         return
     bounded = mb.clip(x=scores, alpha=np.float32(-_MAX), beta=np.float32(_MAX), before_op=softmax)
-    softmax.enclosing_block.replace_uses_of_var_after_op(
-        anchor_op=bounded.op, old_var=scores, new_var=bounded, end_op=softmax
-    )
+    replace_operand(softmax, scores, bounded)
+
+
+def _bound_attention(op: Any, may_cast: Selector) -> None:
+    """Clamp the mask of an attention; rows that it hides as a whole attend to all keys alike.
+
+    Engines add the mask to the scores in fp32 or in fp16, so that a row of -65504 may keep the
+    scores; with a query of 0 it has none.
+    """
+    mask = op.inputs.get("attn_mask") if op.op_type == "scaled_dot_product_attention" else None
+    if mask is None or not is_fp32(mask) or not may_cast(op):
+        return
+    if not any(_may_overflow(origin, True) for origin, _ in _origins(mask)):
+        return
+    keywords: Any = {"before_op": op}
+    if mask.val is not None:
+        bounded = mb.const(val=np.clip(mask.val, -_MAX, _MAX), **keywords)
+        is_hidden = (bounded.val <= -_MAX).all(axis=-1, keepdims=True)
+        hides_rows = bool(is_hidden.any())
+    else:
+        bounded = mb.clip(x=mask, alpha=np.float32(-_MAX), beta=np.float32(_MAX), **keywords)
+        largest = mb.reduce_max(x=bounded, axes=[-1], keep_dims=True, **keywords)
+        is_hidden, hides_rows = mb.less_equal(x=largest, y=np.float32(-_MAX), **keywords), True
+    query = op.query
+    if hides_rows:
+        query = mb.select(cond=is_hidden, a=np.float32(0), b=query, **keywords)
+    operands = {"query": query, "key": op.key, "value": op.value, "attn_mask": bounded}
+    name = op.outputs[0].name
+    replace(op, mb.scaled_dot_product_attention(**operands, name=name, **keywords))
 
 
 def _may_overflow(var: Any, is_added: bool) -> bool:
@@ -450,13 +436,13 @@ def _may_overflow(var: Any, is_added: bool) -> bool:
     A source is a constant, or an input of the program or of a block that is added to the scores.
     """
     if var.op is None:
-        return is_added and _is_fp32(var)
+        return is_added and is_fp32(var)
     return _exceeds(var, _MAX)
 
 
 def _exceeds(var: Any, limit: float) -> bool:
     """Whether a variable is a constant with finite values of magnitude ``limit`` or more."""
-    if _made_by(var, "const") is None or not _is_fp32(var):
+    if made_by(var, "const") is None or not is_fp32(var):
         return False
     extremes = np.abs([np.min(var.val), np.max(var.val)]) if np.size(var.val) else ()
     return any(limit <= extreme < math.inf for extreme in extremes)
@@ -476,7 +462,16 @@ def _bound_softplus(op: Any, may_cast: Selector) -> None:
     y = mb.maximum(
         x=op.x, y=mb.softplus(x=bounded, **keywords), name=op.outputs[0].name, **keywords
     )
-    _replace(op, y)
+    replace(op, y)
 
 
-_REWRITES = (_scale_before_product, _bound_factors, _bound_scores, _rewrite_root, _bound_softplus)
+_REWRITES = (
+    centre_squares,
+    _scale_before_product,
+    _bound_factors,
+    _bound_scores,
+    _bound_attention,
+    _rewrite_root,
+    _bound_softplus,
+    *MEANS,
+)

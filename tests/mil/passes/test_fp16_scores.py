@@ -124,6 +124,66 @@ def test_a_mask_that_is_given(precision: Precision) -> None:
     check(Attending(lambda x, mask: attend(scores(x) + mask, x)), (x, mask), precision)
 
 
+HIDING = {
+    "smallest number": lambda x, t: torch.where(allowed(t), 0.0, LOWEST),
+    "a billion": lambda x, t: (1.0 - allowed(t).float()) * -1e9,
+    "with a bias": lambda x, t: torch.where(allowed(t), x[..., :1] * 0.1, LOWEST),
+}
+
+
+@precisions
+@pytest.mark.parametrize("target", [Opset.iOS16, Opset.iOS18])
+@pytest.mark.parametrize("size", [1.0, 12.0])
+@pytest.mark.parametrize("name", HIDING)
+def test_rows_hidden_by_numbers_attend_to_all_keys_alike(
+    name: str, size: float, target: Opset, precision: Precision
+) -> None:
+    """Scores of up to a thousand, which -65504 would not absorb in fp32."""
+    x, tokens = inputs()
+
+    def attention(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x.flip(-2), x, HIDING[name](x, tokens))
+
+    if name == "a billion":
+        size = 1.0  # in fp32, a billion absorbs scores of less than 32
+    example = (size * x, tokens)
+    check(Attending(attention), example, precision, minimum_deployment_target=target)
+
+
+@precisions
+@pytest.mark.parametrize("target", [Opset.iOS16, Opset.iOS18])
+def test_a_mask_that_is_an_input_hides_rows(target: Opset, precision: Precision) -> None:
+    """The smallest number hides a row from the scores, minus infinity from the result."""
+    x, tokens = inputs()
+    mask = torch.where(allowed(tokens), 0.0, LOWEST).repeat(1, 3, 1, 1)
+    mask[0, 0, 1] = -torch.inf
+    attention = Attending(lambda x, mask: F.scaled_dot_product_attention(x, x, x, mask))
+    check(attention, (x, mask), precision, minimum_deployment_target=target)
+
+
+@pytest.mark.parametrize("hidden", [0, 2])
+def test_constant_masks_of_the_op_of_core_ml(hidden: int) -> None:
+    """A query is replaced only if the mask hides its whole row."""
+    mask = torch.where(causal(), 0.0, LOWEST)
+    mask[:hidden] = LOWEST
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", mask)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(x, x.flip(-2), x, self.mask)
+
+    example = inputs()[:1]
+    options = {"minimum_deployment_target": Opset.iOS18}
+    check(Masked(), example, Precision.FLOAT16, **options)
+    (function,) = delegate_functions(lowered(Masked(), example, Precision.FLOAT16, **options))
+    types = [op.type for op in function.block.ops]
+    assert types.count("select") == (hidden > 0)
+    assert not {"clip", "reduce_max"} & set(types)
+
+
 def test_constant_masks_cost_nothing() -> None:
     """Every query of a causal mask sees a key, itself, which is known before the program runs."""
 

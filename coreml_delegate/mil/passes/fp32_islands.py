@@ -1,0 +1,474 @@
+"""Islands of fp32 in a program that is cast to fp16, found without data.
+
+fp16 has 11 bits. Where it loses all digits of a result, and the program says so, the shortest chain
+of cheap ops to this result stays in fp32; heavy ops, as convolutions, and their results are fp16.
+
+A chain begins at values that fp32 holds and fp16 does not: an input of the model in fp32, integers,
+and what a rule adds. An op *carries* such a value if it is cheap and reads the value, or the result
+of another carrier. Ends of chains:
+
+- **Angles.** The sine of 981 rad, which fp16 rounds to a multiple of 0.5.
+- **Coordinates** of ``resample`` and ``crop_resize``, which MIL takes in fp32 beside pixels in
+  fp16, and floats that become integers, as indices. fp16 has no odd numbers from 2048 on.
+- **Bounds.** fp16 rounds 1 - 1e-7 to 1, where ``log(1 - x)`` is infinite, and 1e-12 to 6e-8.
+- **Deviations** of an input of the model from its mean: fp16 has multiples of 16 around 20,000.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from coreml_delegate.mil.compose import mb
+from coreml_delegate.mil.passes.matching import (
+    MOVES,
+    Selector,
+    count_of,
+    is_fp32,
+    made_by,
+    number_in,
+    only_reader,
+    operands,
+    variables,
+)
+
+_SATURATING = frozenset({"sigmoid", "softmax", "tanh", "exp", "exp2", "erf"})
+"""Ops with results that fp16 does not hold, as 1 - 1e-5, for operands that it holds."""
+
+_COMPARISONS = frozenset({"less", "less_equal", "greater", "greater_equal", "equal", "not_equal"})
+_STEPS = frozenset({"floor", "ceil", "round"})
+_EXTREMES = frozenset({"maximum", "minimum", "clip"})
+_CHEAP = (
+    MOVES
+    | _SATURATING
+    | _COMPARISONS
+    | _STEPS
+    | _EXTREMES
+    | {
+        *("add", "sub", "mul", "real_div", "floor_div", "mod", "abs", "sign", "select", "pow"),
+        *("square", "sqrt", "rsqrt", "inverse", "log", "cumsum", "logical_and", "logical_or"),
+        *("logical_not", "sin", "cos", "atan", "relu", "relu6", "clamped_relu"),
+        *("reduce_max", "reduce_min", "reduce_sum", "reduce_mean"),
+    }
+)
+_PRODUCTS = frozenset({"matmul", "linear"})
+_LARGEST_CONTRACTION = 64  # terms of a sum that is cheap beside the ops that use it
+_INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "int64")
+
+
+def ops_in_fp32(program: Any, may_cast: Selector) -> frozenset[Any]:
+    """Return the ops that have to stay in fp32.
+
+    Args:
+        program: A MIL program in fp32; its ops with coordinates are edited.
+        may_cast: Returns whether an op will be cast to fp16 otherwise.
+    """
+    islands = set[Any]()
+    for function in program.functions.values():
+        search = _Search(frozenset(v for v in function.inputs.values() if is_fp32(v)), may_cast)
+        search.visit(function)
+        islands |= search.islands
+    return frozenset(islands)
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search for islands in one function.
+
+    Attributes:
+        inputs: Inputs of the function in fp32.
+        may_cast: Returns whether an op will be cast to fp16 otherwise.
+        islands: The ops found so far.
+    """
+
+    inputs: frozenset[Any]
+    may_cast: Selector
+    islands: set[Any] = field(default_factory=set[Any])
+
+    def visit(self, block: Any) -> None:
+        """Find the islands in a block and in the blocks of its ops."""
+        for rule in _RULES:
+            with block:
+                rule(self, block)
+        for op in list(block.operations):
+            for inner in op.blocks:
+                self.visit(inner)
+
+    def is_exact(self, var: Any) -> bool:
+        """Return whether a variable has values that fp32 holds and fp16 may not."""
+        if var in self.inputs:
+            return True
+        cast = made_by(var, "cast")
+        return cast is not None and is_fp32(var) and cast.x.dtype.__name__ == "int"
+
+    def carriers(self, block: Any, is_seed: Callable[[Any], bool]) -> set[Any]:
+        """Return the cheap ops that compute from exact values, or from results of a seed.
+
+        Args:
+            block: A block; ops of other blocks carry nothing.
+            is_seed: Returns whether a cheap op is the beginning of a chain.
+        """
+        carriers = set[Any]()
+        for op in block.operations:
+            if _is_cheap(op) and (
+                is_seed(op)
+                or any(self.is_exact(var) or var.op in carriers for var in variables(op))
+            ):
+                carriers.add(op)
+        return carriers
+
+    def keep(self, ops: Iterable[Any]) -> None:
+        """Add ops to the islands."""
+        self.islands.update(op for op in ops if self.may_cast(op))
+
+
+def _is_cheap(op: Any) -> bool:
+    if op.op_type in _CHEAP:
+        return True
+    if op.op_type not in _PRODUCTS or not any(map(_is_constant, operands(op))):
+        return False
+    contracted = op.x.shape[-2 if op.op_type == "matmul" and op.transpose_x.val else -1]
+    count = count_of((contracted,))
+    return count is not None and count <= _LARGEST_CONTRACTION
+
+
+def _chain(end: Any, carriers: set[Any]) -> set[Any]:
+    """Return the carriers from which a variable is computed."""
+    chain = set[Any]()
+    pending = [end.op]
+    while pending:
+        op = pending.pop()
+        if op in carriers and op not in chain:
+            chain.add(op)
+            pending += [var.op for var in variables(op)]
+    return chain
+
+
+# Angles
+
+_FUNCTIONS_OF_ANGLES = frozenset({"sin", "cos", "tan"})
+_LARGEST_ANGLE = 8.0  # fp16 has steps of 2 ** -8 below it
+_FEW_TERMS = 16  # of a running sum
+_LARGEST_OF_FP16 = float(np.finfo(np.float16).max)
+_LARGE = 2048.0  # fp16 has no odd integers beyond
+
+
+def _keep_angles(search: _Search, block: Any) -> None:
+    """Keep the arguments of sines from inputs, positions and running sums on."""
+    ends = [op for op in block.operations if op.op_type in _FUNCTIONS_OF_ANGLES]
+    if not ends:
+        return
+    magnitudes = _magnitudes(block)
+    carriers = search.carriers(block, _begins_angle)
+    for op in ends:
+        chain = _chain(op.x, carriers)
+        is_held = magnitudes.get(op.x, math.inf) <= _LARGEST_ANGLE
+        if search.may_cast(op) and not is_held and (chain or search.is_exact(op.x)):
+            search.keep({op, *chain})
+
+
+def _begins_angle(op: Any) -> bool:
+    if op.op_type == "cumsum":
+        count = count_of((op.x.shape[op.axis.val],))
+        return count is None or count > _FEW_TERMS
+    return op.op_type in ("add", "sub", "mul") and any(
+        _LARGE < _largest(var) < math.inf for var in operands(op)
+    )
+
+
+def _largest(var: Any) -> float:
+    """Return the largest magnitude of a constant; NaN for other variables."""
+    return float(np.max(np.abs(var.val))) if _is_constant(var) and np.size(var.val) else math.nan
+
+
+def _is_constant(var: Any) -> bool:
+    return made_by(var, "const") is not None and not isinstance(var.val, str | bool)
+
+
+def _magnitudes(block: Any) -> dict[Any, float]:
+    """Return bounds of the magnitudes of variables, by simple arithmetic of intervals."""
+    bounds = dict[Any, float]()
+
+    def bound(var: Any) -> float:
+        largest = _largest(var) if _is_constant(var) else math.nan
+        return bounds.get(var, math.inf) if math.isnan(largest) else largest
+
+    for op in block.operations:
+        if op.op_type in _MAGNITUDES or op.op_type in MOVES:
+            rule = _MAGNITUDES.get(op.op_type, max)
+            is_clip = op.op_type == "clip"
+            values = [bound(var) for var in ((op.alpha, op.beta) if is_clip else operands(op))]
+            for result in op.outputs:
+                bounds[result] = rule(values) if values else math.inf
+        elif made_by(op.outputs[0], "cast") and op.x.dtype.__name__ == "bool":
+            bounds[op.outputs[0]] = 1.0
+    return bounds
+
+
+def _product(values: list[float]) -> float:
+    return math.inf if math.inf in values else math.prod(values)
+
+
+_MAGNITUDES: dict[str, Callable[[list[float]], float]] = {
+    **dict.fromkeys(("sigmoid", "tanh", "softmax", "sin", "cos", "erf", "sign"), lambda _: 1.0),
+    **dict.fromkeys(("add", "sub"), sum),
+    **dict.fromkeys(("abs", "clip", "select"), max),
+    "mul": _product,
+}
+
+
+# Coordinates
+
+_COORDINATES = {"resample": ("coordinates",), "crop_resize": ("boxes", "roi")}
+"""The operands of an op that say where it reads pixels."""
+
+
+def _keep_coordinates(search: _Search, block: Any) -> None:
+    """Keep coordinates of pixels, and floats that become integers."""
+    ends = [op for op in block.operations if op.op_type in _COORDINATES or _becomes_integer(op)]
+    if not ends:
+        return
+    tables = search.carriers(block, _reads_table)
+    carriers = search.carriers(block, lambda _: False)
+    for op in ends:
+        if op.op_type == "cast":
+            search.keep(_chain(op.x, carriers))
+            continue
+        name = next(name for name in _COORDINATES[op.op_type] if name in op.inputs)
+        coordinates = op.inputs[name]
+        chain = _chain(coordinates, tables)
+        if is_fp32(coordinates) and search.may_cast(op) and (chain or search.is_exact(coordinates)):
+            search.keep(chain)
+            search.islands.add(_with_pixels_in_fp16(op, name))
+
+
+def _becomes_integer(op: Any) -> bool:
+    return op.op_type == "cast" and is_fp32(op.x) and op.dtype.val in _INTEGERS
+
+
+def _reads_table(op: Any) -> bool:
+    """Whether an op reads a constant of several numbers, as a grid of positions."""
+    return any(_is_constant(var) and number_in(var) is None for var in operands(op))
+
+
+def _with_pixels_in_fp16(op: Any, name: str) -> Any:
+    """Return the op with other operands in fp16; the op itself if MIL demands one type."""
+    domains = op.input_spec.input_types
+    if domains[name].type_domain == domains["x"].type_domain:
+        return op
+    arguments = {key: var for key, var in op.inputs.items() if var is not None}
+    for key, var in arguments.items():
+        if key != name and is_fp32(var) and "fp16" in map(_name, domains[key].type_domain):
+            is_constant = _is_constant(var)
+            arguments[key] = (
+                np.float16(var.val) if is_constant else mb.cast(x=var, dtype="fp16", before_op=op)
+            )
+    mixed = getattr(mb, op.op_type)(**arguments, before_op=op)
+    result = op.outputs[0]
+    block = op.enclosing_block
+    widened = mb.cast(x=mixed, dtype="fp32", name=result.name, before_op=op)
+    block.replace_uses_of_var_after_op(anchor_op=op, old_var=result, new_var=widened)
+    block.remove_ops([op])
+    return mixed.op
+
+
+def _name(dtype: Any) -> str:
+    return dtype.__name__
+
+
+# Bounds
+
+_SMALLEST_BOUND = 2.0**-20  # fp16 has 4 bits or fewer below
+_SMALLEST_SUMMAND = 2.0**-8  # beside a number of 0.5 or more
+_LARGEST_SHIFT = 2.0**-10  # of values that are rounded to integers or compared
+_NEAR = 2.0**-8
+_LOST = 1 / 32  # relative error of the distance to an integer
+_KEEPS_BOUND = (
+    MOVES
+    | _EXTREMES
+    | {"mul", "real_div", "select", "pow", "square", "sqrt", "rsqrt", "inverse", "abs"}
+)
+_UNBOUNDED = frozenset({"log", "atanh"})  # with results that fp16 holds
+_RECIPROCALS = {"real_div": "y", "inverse": "x", "rsqrt": "x", "pow": "x"}
+_READERS_IN_RANGE = frozenset({"mul", "real_div", "log", "tanh", "sigmoid", "atan", "sqrt"})
+
+
+def _keep_bounds(search: _Search, block: Any) -> None:
+    """Keep logarithms, reciprocals and steps whose bound, epsilon or shift fp16 rounds away."""
+    bounded = _followers(block, _has_lost_bound, _keeps_bound)
+    shifted = _followers(block, lambda op: _is_shift(op) or op in bounded, _keeps_bound)
+    saturated = _followers(
+        block, _is_probability, lambda op: op.op_type in MOVES or _is_distance(op)
+    )
+    exact = search.carriers(block, lambda _: False)
+    carriers = search.carriers(block, lambda op: op in bounded or op.op_type in _SATURATING)
+    for op in block.operations:
+        if not search.may_cast(op):
+            continue
+        if op.op_type in _UNBOUNDED:
+            if op.x.op in bounded or op.x.op in saturated:
+                search.keep({op, *_chain(op.x, carriers)})
+        elif op.op_type in _RECIPROCALS:
+            _keep_reciprocal(search, op, bounded, carriers, exact)
+        elif op.op_type in _STEPS | _COMPARISONS:
+            chain = set[Any]().union(*(_chain(var, exact) for var in operands(op)))
+            is_exact = chain or any(search.is_exact(var) for var in operands(op))
+            if is_exact and (op in bounded or any(var.op in shifted for var in operands(op))):
+                search.keep({op, *chain})
+
+
+def _keep_reciprocal(
+    search: _Search, op: Any, bounded: set[Any], carriers: set[Any], exact: set[Any]
+) -> None:
+    """Keep a quotient whose divisor is computed from exact values, or is a distance from 1.
+
+    The epsilon of other divisors only prevents 0 / 0, and fp16 has one that does.
+    """
+    divisor = op.inputs[_RECIPROCALS[op.op_type]]
+    if divisor.op not in bounded or (op.op_type == "pow" and not (number_in(op.y) or 0) < 0):
+        return
+    chain = _chain(divisor, carriers)
+    if any(link.op_type.startswith("reduce_") for link in chain):
+        return
+    is_exact = any(search.is_exact(var) for link in chain for var in operands(link))
+    if is_exact or any(map(_is_distance, chain)):
+        readers = {r for r in op.outputs[0].child_ops if r.op_type in _READERS_IN_RANGE}
+        dividend = _chain(op.x, exact)
+        search.keep({op, *chain, *dividend, *readers})
+
+
+def _keeps_bound(op: Any) -> bool:
+    """Whether a result is singular, or near 1, where an operand is."""
+    return op.op_type in _KEEPS_BOUND or (
+        op.op_type in ("add", "sub") and any(map(_is_constant, operands(op)))
+    )
+
+
+def _has_lost_bound(op: Any) -> bool:
+    """Whether an op has a constant that fp16 rounds onto 0, onto an integer, or loses in a sum."""
+    if op.op_type in ("add", "sub"):
+        constants = [var for var in operands(op) if _is_constant(var)]
+        is_distance = any(_is_distance(var.op) for var in operands(op))
+        return any(
+            _is_lost(var) or (is_distance and 0 < _largest(var) < _SMALLEST_SUMMAND)
+            for var in constants
+        )
+    is_bound = op.op_type in _EXTREMES | _COMPARISONS or op.op_type == "select"
+    return is_bound and any(_is_lost(var) for var in operands(op))
+
+
+def _is_distance(op: Any) -> bool:
+    """Whether an op adds a constant of 0.5 or more, as ``1 - x``."""
+    return getattr(op, "op_type", None) in ("add", "sub") and any(
+        _largest(var) >= 0.5 for var in operands(op)
+    )
+
+
+def _is_lost(var: Any) -> bool:
+    """Whether fp16 has 4 bits or fewer of a constant, or of its distance to an integer."""
+    if not _is_constant(var) or not np.size(var.val) or np.size(var.val) > _MOST_BOUNDS:
+        return False
+    values = np.asarray(var.val, np.float64)
+    magnitudes = np.abs(values)
+    if ((magnitudes > 0) & (magnitudes < _SMALLEST_BOUND)).any():
+        return True
+    integers = np.round(values)
+    distances = np.abs(values - integers)
+    with np.errstate(over="ignore", invalid="ignore"):
+        errors = np.abs(values.astype(np.float16).astype(np.float64) - values)
+    is_near = (integers != 0) & (distances > 0) & (distances < _NEAR * magnitudes)
+    return bool((is_near & (errors > _LOST * distances)).any())
+
+
+_MOST_BOUNDS = 64  # elements of a constant that is a bound; larger constants are weights
+
+
+def _is_shift(op: Any) -> bool:
+    """Whether an op adds a small number, by which values next to an integer pass it."""
+    return op.op_type in ("add", "sub") and any(
+        0 < _largest(var) < _LARGEST_SHIFT for var in operands(op)
+    )
+
+
+def _is_probability(op: Any) -> bool:
+    return op.op_type in ("sigmoid", "softmax")
+
+
+def _keeps_probability(op: Any) -> bool:
+    return op.op_type in MOVES or _is_distance(op)
+
+
+def _followers(
+    block: Any, is_seed: Callable[[Any], bool], follows: Callable[[Any], bool]
+) -> set[Any]:
+    """Return the seeds and the ops that compute from them by ops that follow."""
+    followers = set[Any]()
+    for op in block.operations:
+        if is_seed(op) or (follows(op) and any(var.op in followers for var in operands(op))):
+            followers.add(op)
+    return followers
+
+
+# Comparisons with infinity
+
+
+def _keep_comparisons_with_infinity(search: _Search, block: Any) -> None:
+    """Keep comparisons with infinity of numbers beyond fp16, as in a mask."""
+    comparisons = [
+        op
+        for op in block.operations
+        if op.op_type in _COMPARISONS and any(_largest(var) == math.inf for var in operands(op))
+    ]
+    if not comparisons:
+        return
+    carriers = search.carriers(block, _exceeds_fp16)
+    for op in comparisons:
+        chain = set[Any]().union(*(_chain(var, carriers) for var in operands(op)))
+        if search.may_cast(op) and (chain or any(map(search.is_exact, operands(op)))):
+            search.keep({op, *chain})
+
+
+def _exceeds_fp16(op: Any) -> bool:
+    return any(_LARGEST_OF_FP16 < _largest(var) < math.inf for var in operands(op))
+
+
+# Deviations from the mean
+
+
+def _keep_deviations(search: _Search, block: Any) -> None:
+    """Keep ``x - mean(x)`` and layer norms of inputs that no other op reads."""
+    for x in search.inputs:
+        if x.child_ops and x not in block.outputs:
+            search.keep(_deviations(x))
+
+
+def _deviations(x: Any) -> set[Any]:
+    """Return ``reduce_mean(x)`` and ``x - mean``, or a layer norm, if they alone read ``x``."""
+    ops = set(x.child_ops)
+    if len(ops) == 2:
+        mean, difference = sorted(ops, key=lambda op: op.op_type)
+        is_deviation = (mean.op_type, difference.op_type) == ("reduce_mean", "sub")
+        is_deviation = is_deviation and difference.y is mean.outputs[0]
+        return ops if is_deviation and mean.outputs[0].child_ops == [difference] else set()
+    (op,) = list(ops)[:1]
+    if op.op_type == "layer_norm":
+        return ops
+    is_scaled = op.op_type == "mul" and any(number_in(var) is not None for var in operands(op))
+    reader = only_reader(op, "layer_norm", "mul", "transpose")
+    if len(ops) > 1 or reader is None or not (is_scaled or op.op_type == "transpose"):
+        return set()
+    following = _deviations(op.outputs[0])
+    return {op, *following} if following else set()
+
+
+_RULES: tuple[Callable[[_Search, Any], None], ...] = (
+    _keep_angles,
+    _keep_coordinates,
+    _keep_bounds,
+    _keep_comparisons_with_infinity,
+    _keep_deviations,
+)

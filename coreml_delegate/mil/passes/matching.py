@@ -1,0 +1,102 @@
+"""Matching and replacing of ops in a MIL program in fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Selector = Callable[[Any], bool]
+"""Returns whether coremltools may cast a MIL op to fp16."""
+
+MOVES = frozenset(
+    {
+        *("reshape", "reshape_like", "transpose", "expand_dims", "squeeze", "reverse", "tile"),
+        *("slice_by_index", "slice_by_size", "split", "concat", "stack", "identity", "gather"),
+        *("gather_along_axis", "gather_nd", "band_part", "sliding_windows", "crop", "pad"),
+    }
+)
+"""Ops whose results are elements of their operands."""
+
+
+def replace(op: Any, new: Any) -> None:
+    """Replace the result of an op by a variable of the same block, and remove the op."""
+    block = op.enclosing_block
+    block.replace_uses_of_var_after_op(anchor_op=op, old_var=op.outputs[0], new_var=new)
+    block.remove_ops([op])
+
+
+def replace_operand(op: Any, old: Any, new: Any) -> None:
+    """Let ``op`` read ``new``, which is made before it, in place of ``old``."""
+    anchor = new.op if new.op is not None and new.op.enclosing_block is op.enclosing_block else None
+    op.enclosing_block.replace_uses_of_var_after_op(
+        anchor_op=anchor, old_var=old, new_var=new, end_op=op
+    )
+
+
+def made_by(var: Any, *types: str) -> Any:
+    """Return the op of one of ``types`` that computes a variable, or None."""
+    op = getattr(var, "op", None)
+    return op if op is not None and op.op_type in types else None
+
+
+def number_in(var: Any) -> float | None:
+    """Return the number that every element of a constant has; None for other variables."""
+    value = None if var is None else var.val
+    if value is None or isinstance(value, str | bool) or not np.size(value):
+        return None
+    array = np.asarray(value)
+    first, last = array.flat[0], array.flat[-1]
+    return float(first) if first == last and (array == first).all() else None
+
+
+def is_fp32(var: Any) -> bool:
+    """Return whether a variable is a tensor or scalar of fp32."""
+    return bool(var.is_tensor_or_scalar_of(dtype="fp32"))
+
+
+def variables(op: Any) -> list[Any]:
+    """Return the variables that an op reads."""
+    return [
+        var
+        for value in op.inputs.values()
+        for var in (value if isinstance(value, list | tuple) else [value])
+        if var is not None
+    ]
+
+
+def operands(op: Any) -> list[Any]:
+    """Return the variables of fp32 that an op reads."""
+    return [var for var in variables(op) if is_fp32(var)]
+
+
+def axes_of(reduction: Any, rank: int) -> tuple[int, ...] | None:
+    """Return the axes of a reduction in ascending order, or None."""
+    axes = range(rank) if reduction.axes is None else reduction.axes.val
+    return None if axes is None else tuple(sorted({int(axis) % rank for axis in axes}))
+
+
+def count_of(shape: Any) -> int | None:
+    """Return the product of sizes; None if it is not known before the program runs."""
+    sizes = list(shape)
+    return (
+        math.prod(int(s) for s in sizes)
+        if all(isinstance(s, int | np.integer) for s in sizes)
+        else None
+    )
+
+
+def only_reader(op: Any, *types: str) -> Any:
+    """Return the op of one of ``types`` that alone reads the result of ``op``, or None."""
+    result = op.outputs[0]
+    readers = result.child_ops
+    if len(readers) != 1 or readers[0].op_type not in types or is_output(result):
+        return None
+    return readers[0] if readers[0].enclosing_block is op.enclosing_block else None
+
+
+def is_output(var: Any) -> bool:
+    """Return whether a variable, computed by an op, leaves the op's block."""
+    return var in var.op.enclosing_block.outputs

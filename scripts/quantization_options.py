@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError
+from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.quantization import FORMS, QuantizationAssignment, mode_of
 from coreml_delegate.scripts import arguments, console
 
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from coreml_delegate.runtime.mil.program import Feature
 
 _CALIBRATION = (
-    "data to calibrate with: a folder of images (.png, .jpg) or arrays (.npy, .npz, .pt, "
-    ".safetensors), a .npz or .safetensors with an array for each input, or MODULE:FACTORY, which "
+    "data to calibrate with, and to measure for --precision auto: a folder of images (.png, .jpg) "
+    "or arrays (.npy, .npz, .pt, .safetensors), a .npz or .safetensors with an array for each "
+    "input, or MODULE:FACTORY, which "
     "returns samples to iterate over"
 )
 _DEFAULT_SAMPLES = 128
@@ -88,11 +90,14 @@ def check(args: argparse.Namespace, assignment: QuantizationAssignment | None) -
         OptionError: The deployment target is too old for the quantization; calibration data is
             missing, or given without a quantization.
     """
+    measures = getattr(args, "precision", None) is Precision.AUTO
     if assignment is None:
-        if args.calibration is not None or args.calibration_samples is not None:
+        is_given = args.calibration is not None or args.calibration_samples is not None
+        if is_given and not measures:
             raise OptionError(
                 "there is nothing to calibrate",
-                remedy="Pass --quantize or --quantize-config, or leave --calibration out",
+                remedy="Pass --quantize, --quantize-config or --precision auto, or leave "
+                "--calibration out",
             )
         return
     newest = assignment.newest
@@ -114,7 +119,7 @@ def calibration_samples(
     """
     if assignment.activations:
         return read_samples(args, source)
-    if args.calibration is not None:
+    if args.calibration is not None and getattr(args, "precision", None) is not Precision.AUTO:
         console.warn(f"{assignment.mode.name} quantizes only weights: --calibration is not read")
     return []
 

@@ -80,13 +80,14 @@ _OWN: Mapping[str, Check] = MappingProxyType(
 
 
 class CoreMLRecipeType(RecipeType):
-    """Names of the recipes, equal to the names in ExecuTorch's own backend.
+    """Names of the recipes, equal to the names in ExecuTorch's own backend; it has no ``AUTO``.
 
     ``ExportRecipe.get_recipe`` takes them; ``CoreMLRecipeProvider`` documents the keywords.
     """
 
     FP32 = "coreml_fp32"
     FP16 = "coreml_fp16"
+    AUTO = "coreml_auto"
     PT2E_INT8_STATIC = "coreml_pt2e_int8_static"
     PT2E_INT8_WEIGHT_ONLY = "coreml_pt2e_int8_weight_only"
     TORCHAO_INT4_WEIGHT_ONLY_PER_CHANNEL = "coreml_torchao_int4_weight_only_per_channel"
@@ -152,6 +153,7 @@ _RECIPES = MappingProxyType(
     {
         CoreMLRecipeType.FP32: _Recipe(precision=Precision.FLOAT32),
         CoreMLRecipeType.FP16: _Recipe(),
+        CoreMLRecipeType.AUTO: _Recipe(precision=Precision.AUTO),
         CoreMLRecipeType.PT2E_INT8_STATIC: _Recipe(_fixed_mode("int8-static")),
         CoreMLRecipeType.PT2E_INT8_WEIGHT_ONLY: _Recipe(_fixed_mode("int8-weight")),
         CoreMLRecipeType.TORCHAO_INT4_WEIGHT_ONLY_PER_CHANNEL: _Recipe(

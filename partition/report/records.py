@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coreml_delegate.exported.source_lines import SourceLine
 from coreml_delegate.ops import Reason
@@ -279,6 +279,16 @@ class PrecisionReport:
     def share(self) -> float:
         """The share of the islands in the program's estimated operations, 0 to 1."""
         return sum(call.share for call in self.islands)
+
+    def in_fp16(self) -> PrecisionReport:
+        """Return the report on the program without islands."""
+        return replace(
+            self,
+            outputs=tuple((name, before, before) for name, before, _ in self.outputs),
+            islands=(),
+            lossy=tuple(replace(call, without_db=math.nan) for call in self.lossy),
+            is_minimal=self.before_db >= self.target_db,
+        )
 
     @property
     def in_fp32(self) -> frozenset[str]:

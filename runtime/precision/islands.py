@@ -163,7 +163,8 @@ def _measure(
     runs = Runs(program, samples)
     before = runs.accuracy(frozenset())
     if worst(before) >= min_sqnr_db or not search:
-        return PrecisionMeasurement(min_sqnr_db, before, before, (), (), False, runs.flops)
+        holds = worst(before) >= min_sqnr_db
+        return PrecisionMeasurement(min_sqnr_db, before, before, (), (), holds, runs.flops)
     losses = runs.losses()
     chosen, is_minimal = _search(runs, losses, min_sqnr_db)
     operations = [_operation(runs, losses, unit, chosen) for unit in range(len(runs.units))]

@@ -11,8 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.errors import LoweringError
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.errors import (
+    ExecutionError,
+    LoweringError,
+    ProgramError,
+    UnsupportedOpError,
+)
+from coreml_delegate.formats.text import decibels
+from coreml_delegate.options.compile_options import CompileOptions, Precision
 from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.patches.third_party import quiet_import, wrap_errors
 from coreml_delegate.scripts import arguments, console, quantization_options
@@ -22,7 +28,7 @@ from coreml_delegate.scripts.inputs import flexible_shapes
 
 if TYPE_CHECKING:
     from coreml_delegate.exported.source_model import Outcome, SourceModel
-    from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
+    from coreml_delegate.partition import CoreMLPartitioner, DelegationReport, PrecisionReport
     from coreml_delegate.quantization import QuantizationAssignment
     from coreml_delegate.runtime.program.plan import MethodInfo
     from coreml_delegate.scripts.quantization_options import QuantizationSummary
@@ -65,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_allow_missing_kernels(parser)
     arguments.add_options(parser, CompileOptions)
+    parser.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="with --precision float16, do not measure the program on the example inputs",
+    )
     arguments.add_options(parser.add_argument_group("what to delegate"), PartitionerKeywords)
     flexible_shapes.add_flexible_shapes(parser)
     quantization_options.add_quantization(parser)
@@ -82,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     with console.step("Importing ExecuTorch and coremltools"):
         from coreml_delegate.partition.export import export_model, lower_methods, plan
         from coreml_delegate.scripts.inputs.source import load_source
-    partitioner = _partitioner(args, assignment)
+    _ = _partitioner(args, assignment)  # checks the options before the model is loaded
     with console.step(f"Loading {args.source}"):
         source = load_source(
             args.source, shapes=args.input_shape, weights=args.weights, seed=args.seed
@@ -91,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
     sizes: QuantizationSummary | None = None
     if assignment is not None:
         source, sizes = _quantized(args, source, assignment)
-    if args.enumerated_shapes:
-        partitioner = _partitioner(args, assignment, source)
+    partitioner = _partitioner(args, assignment, source)
     with console.step("Exporting with torch.export"):
         exported = export_model(source)
     program: Any = None
@@ -104,6 +114,10 @@ def run(args: argparse.Namespace) -> int:
                 {"forward": exported}, partitioner, generate_etrecord=args.etrecord is not None
             )
             report = partitioner.report
+    if not args.force:
+        report.require_precision()
+    if program is not None and args.precision is Precision.FLOAT16 and not args.no_verify:
+        report = _measured(report, program.buffer, source, args.min_sqnr)
     _write(args, output, program, source, report)
     if sizes is not None and program is not None:
         sizes = sizes.with_program(program.buffer)
@@ -116,6 +130,37 @@ def run(args: argparse.Namespace) -> int:
     if not args.allow_missing_kernels:
         report.require_kernels()
     return 0
+
+
+def _measured(
+    report: DelegationReport, program: bytes, source: SourceModel, min_sqnr_db: float
+) -> DelegationReport:
+    """Measure a program in fp16 on the example inputs; warn if its outputs miss the target."""
+    from coreml_delegate.partition.precision import precision_report
+    from coreml_delegate.runtime.precision import measure_method
+
+    if not report.partitions:
+        return report
+    try:
+        with console.step("Measuring in fp16"):
+            measurement = measure_method(program, [source.leaves], min_sqnr_db=min_sqnr_db)
+    except (ProgramError, UnsupportedOpError, ExecutionError) as error:
+        console.note(f"not measured, because the program does not run here: {error}")
+        return report
+    found = precision_report(measurement, report, target_db=min_sqnr_db)
+    if not found.before_db >= min_sqnr_db:
+        console.warn(f"{decibels(found.before_db)} on the example inputs; {_remedy(found)}")
+    return replace(report, precision=found.in_fp16())
+
+
+def _remedy(precision: PrecisionReport) -> str:
+    if not precision.is_reached:
+        return f"{decibels(precision.after_db)} with all operations in fp32"
+    count = len(precision.in_fp32)
+    return (
+        f"--precision auto keeps {count} operation{'s' if count > 1 else ''} in fp32 and has "
+        f"{decibels(precision.after_db)}"
+    )
 
 
 def _write(
@@ -293,15 +338,16 @@ def _partitioner(
     specs = quantization_options.compile_specs(
         assignment, **arguments.keywords_of(args, CompileOptions)
     )
-    if source is not None:
+    if source is not None and args.enumerated_shapes:
         program = source.export()
         shapes = flexible_shapes.enumerated(args.enumerated_shapes)
         in_graph = dict(zip(source.input_names, program.graph_signature.user_inputs, strict=True))
         by_node = {str(in_graph.get(name, name)): choices for name, choices in shapes.items()}
         specs.append(CoreMLBackend.generate_enumerated_shapes_compile_spec(program, by_node))
-    return CoreMLPartitioner(
-        compile_specs=specs, **arguments.keywords_of(args, PartitionerKeywords)
-    )
+    keywords = arguments.keywords_of(args, PartitionerKeywords)
+    if source is not None and args.calibration is not None and args.precision is Precision.AUTO:
+        keywords["precision_data"] = quantization_options.read_samples(args, source)
+    return CoreMLPartitioner(compile_specs=specs, **keywords)
 
 
 COMMAND = Command(

@@ -29,7 +29,11 @@ _CONTEXT = 2048  # tokens
 _CHUNK = {"io": 64, "state": 8}
 _ANSWER_CHUNK = 8  # of encoder-decoder models, whose prompts have few tokens
 _GROUP = 32
-_BYTES = {Precision.FLOAT16: 2, Precision.FLOAT32: 4}  # of an element that is not quantized
+_BYTES = {
+    Precision.FLOAT16: 2,
+    Precision.AUTO: 2,
+    Precision.FLOAT32: 4,
+}  # of an element that is not quantized
 CACHES = ("io", "state")
 
 

@@ -428,3 +428,33 @@ def ending_its_parent():
     """A model that ends the parent process."""
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(600)
+
+
+class Overflowing(nn.Module):
+    """Sums that leave the range of fp16, and come back by a logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return torch.log((y.exp() * 5000).sum(-1) * 900), y
+
+
+def overflowing():
+    return Overflowing(), torch.randn(2, 16)
+
+
+class Unreachable(nn.Module):
+    """Sums that leave the range of fp16 in a branch, whose calls cannot be kept in fp32."""
+
+    def forward(self, x):
+        def overflow(x):
+            return torch.log((x.exp() * 5000).sum(-1) * 900)
+
+        return torch.cond(x.sum() > 0, overflow, lambda x: x.sum(-1) * 1.0, (x,))
+
+
+def unreachable():
+    return Unreachable(), torch.rand(2, 16)

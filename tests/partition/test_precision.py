@@ -1,0 +1,177 @@
+"""Precision ``auto``: calls in fp32 by measurement, in Python, recipes and on the command line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from executorch.exir import to_edge
+from executorch.export import ExportRecipe, export
+from support.cli_models import Overflowing, overflowing
+from support.lowering import Lowered, lower_unchecked
+from support.tolerances import SQNR_FP16_GUARDED, sqnr_db
+
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate.errors import InputError, OptionError, PrecisionError
+from coreml_delegate.options.compile_options import CompileOptions, Precision
+from coreml_delegate.partition import PrecisionReport
+from coreml_delegate.recipes import CoreMLRecipeType
+from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.scripts.cli import main
+
+MODEL = "support.cli_models:overflowing"
+AUTO = CoreMLBackend.generate_compile_specs(compute_precision="auto")
+
+
+def _worst(pte: bytes, module: torch.nn.Module, inputs: tuple[Any, ...]) -> float:
+    program = runtime.load_program(pte, host="python", engine="reference")
+    got = program.run("forward", list(inputs))
+    with torch.no_grad():
+        want = module(*inputs)
+    return min(sqnr_db(w.numpy(), g.numpy()) for w, g in zip(want, got, strict=True))
+
+
+def _lowered(**options: Any) -> tuple[Lowered, torch.nn.Module, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    module, inputs = overflowing()
+    return lower_unchecked(module, (inputs,), compile_specs=AUTO, **options), module, (inputs,)
+
+
+def _precision(lowered: Lowered) -> PrecisionReport:
+    assert lowered.report.precision is not None
+    return lowered.report.precision
+
+
+def _specs(pte: bytes) -> CompileOptions:
+    (delegate,) = PteProgram.open(pte).methods[0].delegates
+    return CompileOptions.from_pairs(delegate.compile_specs)
+
+
+def test_calls_that_overflow_compute_in_fp32() -> None:
+    lowered, module, inputs = _lowered()
+    precision = _precision(lowered)
+    assert precision.before_db == -math.inf
+    assert precision.after_db >= precision.target_db
+    assert "aten_sum_dim_int_list" in precision.in_fp32
+    assert "aten_linear_default" not in precision.in_fp32
+    assert 0 < precision.share < 0.5
+    assert _worst(lowered.pte, module, inputs) >= SQNR_FP16_GUARDED
+    # A device reads fp16, and which calls are in fp32 is part of the compile specs.
+    specs = _specs(lowered.pte)
+    assert specs.precision is Precision.FLOAT16
+    assert set(specs.keep_fp32.nodes) == precision.in_fp32
+
+
+def test_equal_models_and_inputs_give_equal_bytes() -> None:
+    first, second = (hashlib.sha256(_lowered()[0].pte).digest() for _ in range(2))
+    assert first == second
+
+
+def test_the_samples_decide() -> None:
+    small = [(torch.full((2, 16), -0.01) * 0,)]
+    module, example = overflowing()
+    with torch.no_grad():
+        module.linear.bias.fill_(-9)
+    lowered = lower_unchecked(module, (example,), compile_specs=AUTO, precision_data=small)
+    assert _precision(lowered).islands == ()
+    assert _precision(lowered).is_minimal
+
+
+def test_options_of_a_measurement_need_precision_auto() -> None:
+    with pytest.raises(OptionError, match="precision_data is for precision auto"):
+        CoreMLPartitioner(precision_data=[(torch.zeros(1),)])
+
+
+def test_a_sample_with_another_number_of_inputs_is_refused() -> None:
+    with pytest.raises(InputError, match="wrong number of inputs: got 2, expected 1"):
+        _lowered(precision_data=[(torch.zeros(2, 16), torch.zeros(1))])
+
+
+def test_a_decomposed_program_cannot_be_measured() -> None:
+    exported = torch.export.export(Overflowing().eval(), (torch.zeros(2, 16),))
+    with pytest.raises(OptionError, match="before it is decomposed"):
+        to_edge(exported).to_backend(CoreMLPartitioner(compile_specs=AUTO))
+
+
+def test_a_plan_measures_nothing() -> None:
+    exported = torch.export.export(Overflowing().eval(), (torch.zeros(2, 16),))
+    report = CoreMLPartitioner(compile_specs=AUTO).plan(exported)
+    assert report.precision is None
+    assert report.partitions
+
+
+@pytest.mark.filterwarnings("ignore:This API and all of its related:Warning")
+def test_a_recipe_measures_with_the_example_inputs() -> None:
+    module, inputs = overflowing()
+    recipe = ExportRecipe.get_recipe(CoreMLRecipeType.AUTO)
+    pte = bytes(export(module.eval(), [(inputs,)], recipe).get_pte_buffer())
+    assert _worst(pte, module, (inputs,)) >= SQNR_FP16_GUARDED
+
+
+@pytest.fixture
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("_here")
+def test_export_in_fp16_warns_of_what_it_loses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", MODEL, "-o", "a.pte", "--report", "a.json"]) == 0
+    warning = capsys.readouterr().err
+    assert "-inf dB on the example inputs; --precision auto keeps " in warning
+    precision = json.loads(Path("a.json").read_text())["precision"]
+    assert precision["islands"] == []
+    assert precision["before_db"] == precision["after_db"] == "-inf"
+    assert {call["operation"] for call in precision["lossy"]} >= {"reduce_sum"}
+
+
+@pytest.mark.usefixtures("_here")
+def test_no_verify_measures_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", MODEL, "-o", "a.pte", "--no-verify", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert json.loads(captured.out)["precision"] is None
+
+
+@pytest.mark.usefixtures("_here")
+def test_export_with_precision_auto_and_verify_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--precision", "auto", "-o", "a.pte", "--report", "a.html")
+    assert main(["export", MODEL, *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert " operation(s) in fp32, " in captured.out
+    assert '<table id="precision">' in Path("a.html").read_text()
+    assert main(["verify", MODEL, "a.pte", "--engine", "reference", "--min-sqnr", "40"]) == 0
+
+
+@pytest.mark.usefixtures("_here")
+def test_calibration_data_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(torch.zeros(2, 16), "x.pt")
+    Path("data").mkdir()
+    Path("x.pt").rename("data/x.pt")
+    options = ("--precision", "auto", "--calibration", "data", "-o", "a.pte", "--json")
+    assert main(["export", MODEL, *options]) == 0
+    assert json.loads(capsys.readouterr().out)["precision"]["target_db"] == 40.0
+
+
+@pytest.mark.usefixtures("_here")
+def test_nothing_is_written_if_the_target_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--precision", "auto", "-o", "a.pte")
+    model = "support.cli_models:unreachable"
+    assert main(["export", model, *options]) == 1
+    assert "the outputs reach " in capsys.readouterr().err
+    assert not Path("a.pte").exists()
+    assert main(["export", model, *options, "--force"]) == 0
+    assert Path("a.pte").exists()
+
+
+def test_the_error_of_a_missed_target_names_the_operations() -> None:
+    lowered, _, _ = _lowered()
+    report = replace(lowered.report, precision=_precision(lowered).in_fp16())
+    with pytest.raises(PrecisionError, match="reduce_sum aten_sum_dim_int_list at root"):
+        report.require_precision()

@@ -348,8 +348,8 @@ def weight_dtypes(blob: bytes) -> set[str]:
     return found
 
 
-def test_an_unknown_quantizer_option_is_named() -> None:
-    options = CompileOptions(op_linear_quantizer_config={"mood": "linear"})
+def test_an_unknown_quantizer_value_is_named() -> None:
+    options = CompileOptions(op_linear_quantizer_config={"mode": "mood"})
     with pytest.raises(OptionError) as raised:
         build_blob(linear(), options)
     assert "coremltools does not accept op_linear_quantizer_config" in str(raised.value)

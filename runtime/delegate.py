@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Final
@@ -81,7 +81,7 @@ class CoreMLDelegate:
         is_native = self.python_reason is None
         native = model.native_call(inputs, self._outputs, self.state) if is_native else None
         self.native: NativeCall | None = native
-        self._checked_shapes: tuple[tuple[int, ...], ...] | None = None
+        self._checked_shapes: tuple[tuple[int, ...], ...] = ()
         self.listener: Callable[[Sequence[torch.Tensor]], None] | None = None
 
     def native_program(self) -> NativeProgram | None:
@@ -142,14 +142,11 @@ class CoreMLDelegate:
     def _checked_arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         arrays = self._arrays(inputs)
         if self._flexible:
-            self._check_shapes(arrays)
+            shapes = tuple(arrays[name].shape for name in self._flexible)
+            if shapes != self._checked_shapes:
+                self.model.check_shapes(arrays)
+                self._checked_shapes = shapes
         return arrays
-
-    def _check_shapes(self, arrays: Mapping[str, np.ndarray]) -> None:
-        shapes = tuple(arrays[name].shape for name in self._flexible)
-        if shapes != self._checked_shapes:
-            self.model.check_shapes(arrays)
-            self._checked_shapes = shapes
 
     def _arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         if len(inputs) != len(self._inputs):

@@ -64,9 +64,13 @@ class EngineOptions:
             raise OptionError(
                 "wrong number of threads", got=str(self.threads), expected="1 or more, or None"
             )
-        object.__setattr__(self, "precision", _member(Precision, self.precision))
+        object.__setattr__(
+            self, "precision", _member(Precision, self.precision, "engine precision")
+        )
         if self.compute_unit is not None:
-            object.__setattr__(self, "compute_unit", _member(ComputeUnit, self.compute_unit))
+            object.__setattr__(
+                self, "compute_unit", _member(ComputeUnit, self.compute_unit, "compute unit")
+            )
 
     @property
     def numerics_option(self) -> str | None:
@@ -92,22 +96,16 @@ class EngineOptions:
             )
 
 
-def _member(kind: type[enum.Enum], value: object) -> enum.Enum:
+def _member(kind: type[enum.Enum], value: object, name: str) -> enum.Enum:
     """Return the member of the enum ``kind`` for ``value``, a member or the value of a member."""
     try:
         return kind(value)
     except ValueError:
         raise OptionError(
-            f"unknown {_OPTIONS[kind]}",
+            f"unknown {name}",
             got=repr(value),
             expected=" | ".join(member.value for member in kind),
         ) from None
-
-
-_OPTIONS: Mapping[type[enum.Enum], str] = {
-    Precision: "engine precision",
-    ComputeUnit: "compute unit",
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,33 +13,11 @@ from torch import Tensor
 
 from coreml_delegate.runtime.engines.reference.kernels import kernel, register_expressions
 
-_Unary = Callable[[Tensor], Tensor]
-
-# torch computes these in fp32 and rounds once, also for fp16 tensors.
-_PLAIN: dict[str, _Unary] = {
-    "relu": torch.relu,
-    "relu6": F.relu6,
-    "sigmoid": torch.sigmoid,
-    "silu": F.silu,
-    "softplus": F.softplus,
-}
-
-_GELU: dict[str, _Unary] = {
+_GELU: dict[str, Callable[[Tensor], Tensor]] = {
     "EXACT": F.gelu,
     "TANH_APPROXIMATION": lambda x: F.gelu(x, approximate="tanh"),
     "SIGMOID_APPROXIMATION": lambda x: x * torch.sigmoid(1.702 * x),
 }
-
-
-def _plain(function: _Unary) -> Callable[..., Tensor]:
-    def run(x: Tensor) -> Tensor:
-        return function(x)
-
-    return run
-
-
-for _name, _function in _PLAIN.items():
-    kernel(_name)(_plain(_function))
 
 
 _ALPHA = {"alpha": float}
@@ -69,8 +47,14 @@ register_expressions(
     },
     widen=True,
 )
+# torch computes these in fp32 and rounds once, also for fp16 tensors.
 register_expressions(
     {
+        "relu": ({}, lambda x: torch.relu(x)),
+        "relu6": ({}, lambda x: F.relu6(x)),
+        "sigmoid": ({}, lambda x: torch.sigmoid(x)),
+        "silu": ({}, lambda x: F.silu(x)),
+        "softplus": ({}, lambda x: F.softplus(x)),
         "thresholded_relu": (
             _ALPHA,
             lambda x, alpha: torch.where(x < alpha, torch.zeros_like(x), x),

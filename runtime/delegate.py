@@ -51,6 +51,7 @@ class CoreMLDelegate:
 
     Attributes:
         model: The model of the delegate.
+        input_count: Number of tensors that the delegate takes.
         state: The state that persists between calls; None for a stateless delegate.
         native: The call without Python, or None; see ``DelegateCallable``.
         python_reason: The reason why calls need Python, as text; None if they do not.
@@ -67,6 +68,7 @@ class CoreMLDelegate:
         dtypes = dict(zip(model.input_names, model.param_dtypes(), strict=True))
         ranks = {f.name: f.type.shape for f in model.function.inputs}
         self._inputs = [(name, dtypes[name], ranks[name]) for name in names.input_names]
+        self.input_count = len(self._inputs)
         self.state: State | None = model.make_state()
         self._computes_with_torch = model.engine_name == REFERENCE.name
         # Inputs to check; the shapes of the last call, which seldom change, need no check.
@@ -91,11 +93,6 @@ class CoreMLDelegate:
             CoreMLDelegateError: The model cannot be compiled for an enumerated shape.
         """
         return self.model.native_program([name for name, _, _ in self._inputs], self._outputs)
-
-    @property
-    def input_count(self) -> int:
-        """Number of tensors that the delegate takes."""
-        return len(self._inputs)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run once.

@@ -64,6 +64,15 @@ def _as_framework_error(prefix: str = "") -> Generator[None]:
         ) from error
 
 
+def _only_core_ml(what: str) -> Callable[..., NoReturn]:
+    """Return a method that raises a ``FrameworkError``, because other machines lack ``what``."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise FrameworkError(f"{what} exist only where Core ML does", expected="macOS")
+
+    return refuse
+
+
 class StateProxy:
     """The state inside ``coremltools.models.model.MLState``."""
 
@@ -157,9 +166,7 @@ class ModelProxy:
         """Return the time that the last prediction took; None before the first prediction."""
         return self._predict_nanoseconds
 
-    def get_compiled_model_path(self) -> NoReturn:
-        """Raise ``FrameworkError``, because only Core ML compiles to a file."""
-        _only_core_ml("compiled models (.mlmodelc)")
+    get_compiled_model_path = _only_core_ml("compiled models (.mlmodelc)")
 
     def _input(self, name: str, value: Any) -> Any:
         if is_picture(value):
@@ -204,7 +211,7 @@ class ModelLoader:
                 error into a warning, and raises it at the first prediction.
         """
         if asset is not None:
-            _only_core_ml("compiled models (.mlmodelc)")
+            self.create_model_asset_from_memory()
         started = time.perf_counter_ns()
         with _as_framework_error():
             model = load_mlpackage(
@@ -235,17 +242,9 @@ class ModelLoader:
         """Return the newest specification version that the engines read."""
         return int(max(Opset))
 
-    def get_available_compute_devices(self) -> NoReturn:
-        """Raise ``FrameworkError``, because only Core ML has compute devices."""
-        _only_core_ml("compute devices")
-
-    def create_model_asset_from_path(self, path: str) -> NoReturn:  # noqa: ARG002 - their signature
-        """Raise ``FrameworkError``, because only Core ML reads compiled models."""
-        _only_core_ml("compiled models (.mlmodelc)")
-
-    def create_model_asset_from_memory(self, *_parts: object) -> NoReturn:
-        """Raise ``FrameworkError``, because only Core ML compiles models in memory."""
-        _only_core_ml("compiled models (.mlmodelc)")
+    get_available_compute_devices = _only_core_ml("compute devices")
+    create_model_asset_from_path = _only_core_ml("compiled models (.mlmodelc)")
+    create_model_asset_from_memory = _only_core_ml("compiled models (.mlmodelc)")
 
 
 # --- the patch ------------------------------------------------------------------------------------
@@ -347,7 +346,3 @@ def _install() -> None:
         _ORIGINALS.extend((owner, name, vars(owner)[name]) for owner, name, _ in replacements)
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
-
-
-def _only_core_ml(what: str) -> NoReturn:
-    raise FrameworkError(f"{what} exist only where Core ML does", expected="macOS")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Final
@@ -51,6 +51,7 @@ class CoreMLDelegate:
 
     Attributes:
         model: The model of the delegate.
+        input_count: Number of tensors that the delegate takes.
         state: The state that persists between calls; None for a stateless delegate.
         native: The call without Python, or None; see ``DelegateCallable``.
         python_reason: The reason why calls need Python, as text; None if they do not.
@@ -67,6 +68,7 @@ class CoreMLDelegate:
         dtypes = dict(zip(model.input_names, model.param_dtypes(), strict=True))
         ranks = {f.name: f.type.shape for f in model.function.inputs}
         self._inputs = [(name, dtypes[name], ranks[name]) for name in names.input_names]
+        self.input_count = len(self._inputs)
         self.state: State | None = model.make_state()
         self._computes_with_torch = model.engine_name == REFERENCE.name
         # Inputs to check; the shapes of the last call, which seldom change, need no check.
@@ -81,7 +83,7 @@ class CoreMLDelegate:
         is_native = self.python_reason is None
         native = model.native_call(inputs, self._outputs, self.state) if is_native else None
         self.native: NativeCall | None = native
-        self._checked_shapes: tuple[tuple[int, ...], ...] | None = None
+        self._checked_shapes: tuple[tuple[int, ...], ...] = ()
         self.listener: Callable[[Sequence[torch.Tensor]], None] | None = None
 
     def native_program(self) -> NativeProgram | None:
@@ -91,11 +93,6 @@ class CoreMLDelegate:
             CoreMLDelegateError: The model cannot be compiled for an enumerated shape.
         """
         return self.model.native_program([name for name, _, _ in self._inputs], self._outputs)
-
-    @property
-    def input_count(self) -> int:
-        """Number of tensors that the delegate takes."""
-        return len(self._inputs)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run once.
@@ -147,14 +144,11 @@ class CoreMLDelegate:
     def _checked_arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         arrays = self._arrays(inputs)
         if self._flexible:
-            self._check_shapes(arrays)
+            shapes = tuple(arrays[name].shape for name in self._flexible)
+            if shapes != self._checked_shapes:
+                self.model.check_shapes(arrays)
+                self._checked_shapes = shapes
         return arrays
-
-    def _check_shapes(self, arrays: Mapping[str, np.ndarray]) -> None:
-        shapes = tuple(arrays[name].shape for name in self._flexible)
-        if shapes != self._checked_shapes:
-            self.model.check_shapes(arrays)
-            self._checked_shapes = shapes
 
     def _arrays(self, inputs: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
         if len(inputs) != len(self._inputs):

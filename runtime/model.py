@@ -52,7 +52,16 @@ class Model:
     Attributes:
         program: The program.
         function: The function.
+        function_name: Name of the function.
         compiled: The function as the engine compiled it, which does not check its inputs.
+        engine_name: Name of the engine that runs the function.
+        rejected_engines: Reasons why faster engines were rejected, by engine name.
+        inputs: The inputs, in declaration order.
+        outputs: The outputs that ``compute`` returns, in order.
+        input_names: Names of the inputs.
+        output_names: Names of the outputs, without a classifier's label.
+        flexible_inputs: Names of the inputs whose shape is not fixed.
+        classifiers: The labels of a classifier; empty for any other function.
 
     Raises:
         ProgramError: No such function.
@@ -73,7 +82,16 @@ class Model:
         self._options = options or EngineOptions()
         self._selection = compile_function(engine, self.function, self._options, source)
         self.compiled = self._selection.compiled
+        self.engine_name = self._selection.engine_name
+        self.rejected_engines = self._selection.rejected_engines
+        self.function_name = self.function.name
+        self.inputs, self.outputs = self.function.inputs, self.function.outputs
+        self.input_names = tuple(feature.name for feature in self.inputs)
+        self.output_names = tuple(feature.name for feature in self.outputs)
+        classifier = self.function.classifier
+        self.classifiers: tuple[Classifier, ...] = () if classifier is None else (classifier,)
         self._shapes = InputShapes.of(program, self.function)
+        self.flexible_inputs = self._shapes.names
         params = {p.name: p.type for p in self.function.params}
         self._param_dtypes = {
             f.name: param.dtype
@@ -102,46 +120,6 @@ class Model:
         return cls(
             program, function_name=function_name, engine=engine, options=options, source=source
         )
-
-    @property
-    def engine_name(self) -> str:
-        """Name of the engine that runs the function."""
-        return self._selection.engine_name
-
-    @property
-    def rejected_engines(self) -> Mapping[str, tuple[str, ...]]:
-        """Reasons why faster engines were rejected, by engine name."""
-        return self._selection.rejected_engines
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Names of the inputs, in declaration order."""
-        return tuple(f.name for f in self.function.inputs)
-
-    @property
-    def output_names(self) -> tuple[str, ...]:
-        """Names of the outputs, in declaration order, without a classifier's label."""
-        return tuple(f.name for f in self.function.outputs)
-
-    @property
-    def inputs(self) -> tuple[Feature, ...]:
-        """The inputs, in declaration order."""
-        return self.function.inputs
-
-    @property
-    def outputs(self) -> tuple[Feature, ...]:
-        """The outputs that ``compute`` returns, in order."""
-        return self.function.outputs
-
-    @property
-    def function_name(self) -> str:
-        """Name of the function."""
-        return self.function.name
-
-    @property
-    def classifiers(self) -> tuple[Classifier, ...]:
-        """The labels of a classifier; empty for any other function."""
-        return () if self.function.classifier is None else (self.function.classifier,)
 
     def make_state(self) -> State | None:
         """Return a new state, all zeros, to pass to ``predict``; None for a stateless function.
@@ -321,11 +299,6 @@ class Model:
             engine=engine,
             options=replace(self._options, profiling=False),
         )
-
-    @property
-    def flexible_inputs(self) -> tuple[str, ...]:
-        """Names of the inputs whose shape is not fixed."""
-        return self._shapes.names
 
     def check_shapes(self, arrays: Mapping[str, Array]) -> None:
         """Refuse shapes that the function does not accept, of arrays by input name.

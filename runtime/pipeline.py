@@ -258,6 +258,13 @@ class Pipeline:
         engine: See ``load_mlpackage``, for each ML Program.
         options: How to execute.
 
+    Attributes:
+        inputs: The inputs, in declaration order.
+        outputs: The outputs, in declaration order.
+        input_names: Names of the inputs.
+        models: The ML Programs, in order.
+        classifiers: The labels of classifiers among the outputs.
+
     Raises:
         ProgramError: A model has a state.
         BlobFormatError: No model computes an input of a model, or an output of the pipeline.
@@ -273,6 +280,9 @@ class Pipeline:
         self.stages = tuple(_stage(stage, engine, options) for stage in spec.stages)
         features = {feature.name: feature for feature in self._free_inputs()}
         self.inputs = tuple(features[name] for name in spec.inputs if name in features)
+        self.input_names = tuple(feature.name for feature in self.inputs)
+        nested = (s.models if isinstance(s, Pipeline) else (s,) for s in self.stages)
+        self.models = tuple(m for stages in nested for m in stages if isinstance(m, Model))
         computed = {f.name: f for stage in self.stages for f in stage.outputs}
         self.classifiers = tuple(
             classifier
@@ -296,17 +306,6 @@ class Pipeline:
             yield from (f for f in stage.inputs if f.name not in seen)
             seen.update(feature.name for feature in (*stage.inputs, *stage.outputs))
             available.update(feature.name for feature in stage.outputs)
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """Names of the inputs, in declaration order."""
-        return tuple(feature.name for feature in self.inputs)
-
-    @property
-    def models(self) -> tuple[Model, ...]:
-        """The ML Programs, in order."""
-        nested = (s.models if isinstance(s, Pipeline) else (s,) for s in self.stages)
-        return tuple(m for stages in nested for m in stages if isinstance(m, Model))
 
     def param_dtypes(self) -> tuple[np.dtype[Any], ...]:
         """Return the dtype of each input, in declaration order."""

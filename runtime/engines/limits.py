@@ -81,7 +81,7 @@ def require_available_memory(nbytes: int, what: str) -> None:
 def _available() -> int:
     free = _from_memory_info()
     if free is None:
-        free = _from_pages()
+        free = _physical_memory()
     try:
         most, used = (int(path.read_text()) for path in _GROUP)
     except (OSError, ValueError):  # no such group, or "max": no limit
@@ -99,8 +99,7 @@ def _from_memory_info() -> int | None:
     return int(amount) * 1024 if amount.isdigit() else None
 
 
-def _from_pages() -> int:
-    """Return the size of physical memory, for systems that do not report free memory."""
+def _physical_memory() -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -46,13 +46,8 @@ class LiveValues(Generic[Value]):
         finally:
             with self._lock:
                 slot.users -= 1
-                self._drop_unused()
-
-    def _drop_unused(self) -> None:
-        unused = [
-            key
-            for key, slot in self._slots.items()
-            if not slot.users and (slot.value is None or slot.value() is None)
-        ]
-        for key in unused:
-            del self._slots[key]
+                self._slots = {
+                    key: slot
+                    for key, slot in self._slots.items()
+                    if slot.users or (slot.value is not None and slot.value() is not None)
+                }

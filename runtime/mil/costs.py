@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -112,15 +113,13 @@ class Work:
         return math.ceil(math.prod(_static_shape(type_)) * type_.dtype.bits / 8)
 
 
+@dataclass(frozen=True, slots=True)
 class Operands:
-    """An op with the sizes of its operands and results, from the types of the values in scope."""
+    """An op with the sizes of its operands and results, by the types and constants in scope."""
 
-    def __init__(
-        self, op: Op, types: Mapping[str, ValueType], constants: Mapping[str, Constant]
-    ) -> None:
-        self._op = op
-        self._types = types
-        self._constants = constants
+    op: Op
+    types: Mapping[str, ValueType]
+    constants: Mapping[str, Constant]
 
     def shape(self, parameter: str, index: int = 0) -> _Shape:
         """Return the shape of an argument.
@@ -128,11 +127,11 @@ class Operands:
         Raises:
             UnknownSizeError: A size is known only at run time, or the argument is missing.
         """
-        bindings = self._op.inputs.get(parameter, ())
+        bindings = self.op.inputs.get(parameter, ())
         if index >= len(bindings):
             raise UnknownSizeError
         binding = bindings[index]
-        type_ = binding.type if isinstance(binding, Constant) else self._types.get(binding.name)
+        type_ = binding.type if isinstance(binding, Constant) else self.types.get(binding.name)
         tensor = _tensor(type_)
         if tensor is None:
             raise UnknownSizeError
@@ -140,21 +139,21 @@ class Operands:
 
     def has(self, parameter: str) -> bool:
         """Whether the op has an argument."""
-        return bool(self._op.inputs.get(parameter))
+        return bool(self.op.inputs.get(parameter))
 
     def result(self) -> _Shape:
         """Return the shape of the first result; an op's other results are by-products."""
-        tensor = _tensor(self._op.outputs[0].type) if self._op.outputs else None
+        tensor = _tensor(self.op.outputs[0].type) if self.op.outputs else None
         if tensor is None:
             raise UnknownSizeError
         return _static_shape(tensor)
 
     def literal(self, parameter: str, default: object = None) -> object:
         """Return the value of a constant argument as plain Python."""
-        bindings = self._op.inputs.get(parameter, ())
+        bindings = self.op.inputs.get(parameter, ())
         binding = bindings[0] if bindings else None
         if isinstance(binding, Ref):
-            binding = self._constants.get(binding.name)
+            binding = self.constants.get(binding.name)
         if not isinstance(binding, Constant):
             return default
         data = binding.data

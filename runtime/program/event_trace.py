@@ -77,14 +77,10 @@ class EventTrace:
 
     def __init__(self, buffer_size: int) -> None:
         self._buffer_size = buffer_size
+        self.wants_values = buffer_size > 0
         self._buffer = bytearray()
         self._runs: list[_Run] = []
         self._position = _OUTSIDE
-
-    @property
-    def wants_values(self) -> bool:
-        """Whether to log values in addition to times."""
-        return self._buffer_size > 0
 
     def run(self, name: str, action: Callable[[], Any]) -> Any:
         """Log an action as a separate run."""
@@ -178,12 +174,8 @@ class ObservedDelegate:
 
     def __init__(self, delegate: DelegateCallable, trace: EventTrace) -> None:
         self.delegate = delegate
+        self.input_count = delegate.input_count
         self._trace = trace
-
-    @property
-    def input_count(self) -> int:
-        """Number of tensors that the delegate takes."""
-        return self.delegate.input_count
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run once; see ``DelegateCallable``."""

@@ -244,12 +244,12 @@ class _LoadedMethod:
         self._new = {i for i in delegate_only.outputs if method.outputs.count(i) == 1}
         if trace is not None:
             delegates = [ObservedDelegate(delegate, trace) for delegate in delegates]
-        bound = bind_method(method, values, delegates, self._replaced, delegate_only)
-        self._chains = bound.chains if trace is None else self._traced(bound.chains, trace)
+        chains, replaced = bind_method(method, values, delegates, self._replaced, delegate_only)
+        self._chains = chains if trace is None else self._traced(chains, trace)
         has_kernels = any(isinstance(call, KernelCall) for c in method.chains for call in c)
         self._shares_cores = bool(delegates) and has_kernels
         # Values to reset before each run: a failed run must not leave its loop counters behind.
-        self._initial = [(index, values[index]) for index in sorted(bound.replaced)]
+        self._initial = [(index, values[index]) for index in sorted(replaced)]
 
     def copy(self) -> _LoadedMethod:
         """Return a copy of the method with the same delegates and its own memory."""

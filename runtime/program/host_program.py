@@ -39,6 +39,7 @@ class HostProgram(abc.ABC):
     Attributes:
         host_name: Name of the host.
         program: The program that was read: metadata, delegates, named data.
+        method_names: Names of the methods, in file order.
         rejected_hosts: If ``auto`` chose the host: by name, why other hosts do not run all methods;
             empty if the first host does.
     """
@@ -49,13 +50,9 @@ class HostProgram(abc.ABC):
         self, program: PteProgram, rejected_hosts: RejectedHosts, lock: threading.RLock
     ) -> None:
         self.program = program
+        self.method_names = program.method_names
         self._lock = lock
         self.rejected_hosts = rejected_hosts
-
-    @property
-    def method_names(self) -> tuple[str, ...]:
-        """Names of the methods, in file order."""
-        return self.program.method_names
 
     def load_method(self, name: str = "forward") -> None:
         """Prepare a method: load its delegates, allocate its memory, find its kernels.

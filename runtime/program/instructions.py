@@ -43,21 +43,13 @@ from coreml_delegate.runtime.threads import all_torch_threads
 Step: TypeAlias = Callable[[], "int | None"]
 
 
-@dataclass(frozen=True, slots=True)
-class BoundMethod:
-    """Steps of a method by chain, and the indices of the values that runs replace."""
-
-    chains: tuple[tuple[Step, ...], ...]
-    replaced: frozenset[int]
-
-
 def bind_method(
     method: MethodInfo,
     values: list[Any],
     delegates: Sequence[DelegateCallable],
     replaced_inputs: Iterable[int],
     delegate_only: DelegateOnlyValues,
-) -> BoundMethod:
+) -> tuple[tuple[tuple[Step, ...], ...], frozenset[int]]:
     """Turn the instructions of a method into steps.
 
     Args:
@@ -68,7 +60,7 @@ def bind_method(
         delegate_only: Values that only delegates use.
 
     Returns:
-        The steps.
+        The steps by chain, and the indices of the values that runs replace.
 
     Raises:
         UnsupportedOpError: An operator has no kernel.
@@ -82,7 +74,7 @@ def bind_method(
         replaced.update(_replaced_values(instruction, method, kernels))
     binder = _Binder(method, values, kernels, delegates, frozenset(replaced), delegate_only)
     chains = tuple(tuple(map(binder.bind, chain)) for chain in method.chains)
-    return BoundMethod(chains, frozenset(replaced))
+    return chains, frozenset(replaced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +156,16 @@ def _result_index(call: KernelCall, method: MethodInfo, kernel: Kernel) -> int |
     return None
 
 
+@dataclass(frozen=True, slots=True)
 class _Binder:
     """Binds the instructions of one method."""
 
-    def __init__(
-        self,
-        method: MethodInfo,
-        values: list[Any],
-        kernels: dict[str, Kernel],
-        delegates: Sequence[DelegateCallable],
-        replaced: frozenset[int],
-        delegate_only: DelegateOnlyValues,
-    ) -> None:
-        self._method = method
-        self._values = values
-        self._kernels = kernels
-        self._delegates = delegates
-        self._replaced = replaced
-        self._delegate_only = delegate_only
+    method: MethodInfo
+    values: list[Any]
+    kernels: dict[str, Kernel]
+    delegates: Sequence[DelegateCallable]
+    replaced: frozenset[int]
+    delegate_only: DelegateOnlyValues
 
     def bind(self, instruction: Instruction) -> Step:
         match instruction:
@@ -199,7 +183,7 @@ class _Binder:
     # --- kernels
 
     def _kernel(self, call: KernelCall) -> Step:
-        kernel = self._kernels[call.operator]
+        kernel = self.kernels[call.operator]
         count = len(kernel.parameters)
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
@@ -215,17 +199,15 @@ class _Binder:
                 keywords[key] = bound
             if self._is_replaced(index):
                 patches.append((positional if isinstance(key, int) else keywords, key, read))
-        result = _result_index(call, self._method, kernel)
+        result = _result_index(call, self.method, kernel)
         growing = self._growing(call, kernel)
         function = kernel.function
-        if self._delegates and is_long(kernel, self._shapes(call, kernel)):
+        if self.delegates and is_long(kernel, self._shapes(call, kernel)):
             function = all_torch_threads()(function)
         return self._kernel_step(function, positional, keywords, patches, result, growing)
 
     def _shapes(self, call: KernelCall, kernel: Kernel) -> dict[str, tuple[int, ...]]:
-        specs = zip(
-            kernel.parameters, map(self._method.values.__getitem__, call.args), strict=False
-        )
+        specs = zip(kernel.parameters, map(self.method.values.__getitem__, call.args), strict=False)
         return {name: spec.shape for name, spec in specs if isinstance(spec, TensorSpec)}
 
     def _kernel_step(
@@ -237,7 +219,7 @@ class _Binder:
         result: int | None,
         growing: tuple[tuple[int, tuple[int, ...]], ...],
     ) -> Step:
-        values = self._values
+        values = self.values
 
         def fixed() -> None:
             function(*positional, **keywords)
@@ -272,23 +254,23 @@ class _Binder:
             (index, (0,) * max(1, len(spec.shape)))
             for index in tensors
             if index not in read
-            and isinstance(spec := self._method.values[index], TensorSpec)
+            and isinstance(spec := self.method.values[index], TensorSpec)
             and spec.dynamism is not Dynamism.STATIC
         )
 
     def _members(self, index: int) -> tuple[int, ...]:
-        spec = self._method.values[index]
+        spec = self.method.values[index]
         return tuple(i for i in spec.items if i >= 0) if isinstance(spec, IndexList) else (index,)
 
     def _dynamism(self, index: int) -> Dynamism | None:
         """Return the dynamism of a tensor; None for a static shape."""
-        spec = self._method.values[index]
+        spec = self.method.values[index]
         if isinstance(spec, TensorSpec) and spec.dynamism is not Dynamism.STATIC:
             return spec.dynamism
         return None
 
     def _check_writable(self, index: int, what: str) -> None:
-        spec = self._method.values[index]
+        spec = self.method.values[index]
         if not isinstance(spec, TensorSpec) or spec.is_constant:
             raise BlobFormatError(
                 f"{what} would write to a value that is not a mutable tensor",
@@ -297,12 +279,12 @@ class _Binder:
 
     def _is_replaced(self, index: int) -> bool:
         """Whether runs replace a value, or a member of a list."""
-        return any(member in self._replaced for member in (index, *self._members(index)))
+        return any(member in self.replaced for member in (index, *self._members(index)))
 
     def _reader(self, index: int) -> Callable[[], Any]:
         """Return a function that returns the current object of a value."""
-        values = self._values
-        spec = self._method.values[index]
+        values = self.values
+        spec = self.method.values[index]
         if not isinstance(spec, IndexList):
             return lambda: values[index]
         items = spec.items
@@ -313,19 +295,19 @@ class _Binder:
     # --- other instructions
 
     def _delegate(self, call: DelegateCall) -> Step:
-        delegate = self._delegates[call.delegate]
-        values = self._values
+        delegate = self.delegates[call.delegate]
+        values = self.values
         for position, index in enumerate(call.args):
-            if not isinstance(self._method.values[index], TensorSpec):
+            if not isinstance(self.method.values[index], TensorSpec):
                 raise ProgramError(
                     f"argument {position} of delegate {call.delegate} of method "
-                    f"{self._method.name!r} is no tensor",
-                    got=type(self._method.values[index]).__name__,
+                    f"{self.method.name!r} is no tensor",
+                    got=type(self.method.values[index]).__name__,
                     expected="tensors only, as on a device",
                 )
         if delegate.input_count > len(call.args):
             raise ProgramError(
-                f"delegate {call.delegate} of method {self._method.name!r} takes more inputs than "
+                f"delegate {call.delegate} of method {self.method.name!r} takes more inputs than "
                 "the program passes",
                 got=f"{len(call.args)} inputs and outputs",
                 expected=f"{delegate.input_count} inputs",
@@ -335,7 +317,7 @@ class _Binder:
         for index in outputs:
             self._check_writable(index, f"delegate {call.delegate}")
         dynamic = tuple(self._dynamism(index) is not None for index in outputs)
-        is_new = tuple(index in self._delegate_only.outputs for index in outputs)
+        is_new = tuple(index in self.delegate_only.outputs for index in outputs)
 
         def step() -> None:
             results = delegate([values[index] for index in inputs])
@@ -364,7 +346,7 @@ class _Binder:
         is_new_output: Sequence[bool],
     ) -> DelegateStep | None:
         """Return a step that runs a delegate without Python; None if that is impossible."""
-        specs = [spec for n in args if isinstance(spec := self._method.values[n], TensorSpec)]
+        specs = [spec for n in args if isinstance(spec := self.method.values[n], TensorSpec)]
         if native is None or not all(spec.is_row_major for spec in specs):
             return None
         is_new = (*(False,) * input_count, *is_new_output)
@@ -372,10 +354,10 @@ class _Binder:
             CallValue(index, spec.shape, spec.dtype, self._dynamism(index) is not None, new)
             for index, spec, new in zip(args, specs, is_new, strict=True)
         ]
-        return DelegateStep(native, self._values, arguments)
+        return DelegateStep(native, self.values, arguments)
 
     def _move(self, call: MoveCall) -> Step:
-        values, source, target = self._values, call.source, call.target
+        values, source, target = self.values, call.source, call.target
 
         def step() -> None:
             values[target] = values[source]
@@ -383,7 +365,7 @@ class _Binder:
         return step
 
     def _jump(self, call: JumpFalseCall) -> Step:
-        values, condition, target = self._values, call.condition, call.target
+        values, condition, target = self.values, call.condition, call.target
 
         def step() -> int | None:
             value = values[condition]
@@ -393,8 +375,8 @@ class _Binder:
         return step
 
     def _free(self, call: FreeCall) -> Step:
-        tensor: Any = self._values[call.value]
-        if not isinstance(tensor, torch.Tensor) or call.value in self._replaced:
+        tensor: Any = self.values[call.value]
+        if not isinstance(tensor, torch.Tensor) or call.value in self.replaced:
             raise BlobFormatError("program frees a value that has no memory of its own")
 
         def step() -> None:

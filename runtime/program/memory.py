@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -117,32 +118,30 @@ class ProgramMemory:
         return data[: spec.nbytes]
 
 
+@dataclass(frozen=True, eq=False)
 class BufferState(State):
     """The mutable buffers of a method, as a state; an initial value of None is zeros."""
 
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor | None]
-    ) -> None:
-        self._tensors = tensors
-        self._initial = initial
+    tensors: Mapping[str, torch.Tensor]
+    initial: Mapping[str, torch.Tensor | None]
 
     def reset(self) -> None:
         """Set every buffer to its initial value."""
-        for name, tensor in self._tensors.items():
-            initial = self._initial[name]
+        for name, tensor in self.tensors.items():
+            initial = self.initial[name]
             if initial is None:
                 tensor.zero_()
             else:
                 tensor.copy_(initial)
 
     def _tensors_like(self) -> Snapshot:
-        return {name: tensor.numpy() for name, tensor in self._tensors.items()}
+        return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def _read(self, name: str) -> Array:
-        return self._tensors[name].numpy().copy()
+        return self.tensors[name].numpy().copy()
 
     def _write(self, name: str, value: Array) -> None:
-        self._tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
+        self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value)))
 
 
 def _to_python(value: object) -> object:

@@ -7,6 +7,7 @@ instructions that refer to values by index.
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -71,10 +72,7 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         """Number of elements of ``shape``."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

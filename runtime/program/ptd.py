@@ -40,44 +40,28 @@ _HEADER_POSITION: Final = 8
 _REMEDY: Final = "Pass the .ptd files that were written with this .pte as data (--data)"
 
 
-class ExternalData:
-    """The content of ``.ptd`` files, by key; the key of ``files`` is the origin, for messages."""
+def read_external_data(sources: Sources) -> dict[str, memoryview]:
+    """Map (a path) or view (bytes, which must not change afterwards) ``.ptd`` files.
 
-    def __init__(self, files: Mapping[str, Mapping[str, memoryview]]) -> None:
-        self._entries: dict[str, memoryview] = {}
-        for origin, entries in files.items():
-            for key, data in entries.items():
-                existing = self._entries.get(key)
-                if existing is not None and existing != data:
-                    raise ProgramError(
-                        "files of external data disagree",
-                        got=f"two values of {key!r}, one {origin}",
-                    )
-                self._entries[key] = data
+    Returns:
+        All data in the files, by key, as views.
 
-    @classmethod
-    def open(cls, sources: Sources) -> ExternalData:
-        """Map (a path) or view (bytes, which must not change afterwards) every file and parse it.
-
-        Raises:
-            BlobFormatError: Not a ``.ptd``, or a truncated or corrupt one.
-            ProgramError: A file cannot be read, or two files have different data under one key.
-        """
-        files: dict[str, Mapping[str, memoryview]] = {}
-        for number, source in enumerate(list_sources(sources)):
-            view, origin = map_source(source, "external data", "a .ptd file")
-            with named_errors(origin):
-                files[f"in {origin} (file {number + 1})"] = _parse(view)
-        return cls(files)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Keys of all data in the files."""
-        return tuple(self._entries)
-
-    def get(self, key: str) -> memoryview | None:
-        """Return the data under ``key``, as a view; None for an unknown key."""
-        return self._entries.get(key)
+    Raises:
+        BlobFormatError: Not a ``.ptd``, or a truncated or corrupt one.
+        ProgramError: A file cannot be read, or two files have different data under one key.
+    """
+    entries: dict[str, memoryview] = {}
+    for number, source in enumerate(list_sources(sources), start=1):
+        view, origin = map_source(source, "external data", "a .ptd file")
+        with named_errors(origin):
+            content = _parse(view)
+        for key, data in content.items():
+            if entries.setdefault(key, data) != data:
+                raise ProgramError(
+                    "files of external data disagree",
+                    got=f"two values of {key!r}, one in {origin} (file {number})",
+                )
+    return entries
 
 
 def list_sources(sources: Sources) -> list[Source]:
@@ -97,12 +81,12 @@ def open_program(source: Source, data: Sources | None = None) -> PteProgram:
         ProgramError: A file cannot be read, or ``data`` lacks tensors.
     """
     program = PteProgram.open(source)
-    external = None if data is None else ExternalData.open(data)
+    external = None if data is None else read_external_data(data)
     _check_complete(program, external)
     return program if external is None else program.with_external(external.get)
 
 
-def _check_complete(program: PteProgram, data: ExternalData | None) -> None:
+def _check_complete(program: PteProgram, data: Mapping[str, memoryview] | None) -> None:
     """Check that every external tensor of a program is in its external data.
 
     Raises:

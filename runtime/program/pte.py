@@ -60,14 +60,6 @@ _REMEDY: Final = "Export the program again, or copy the file again if it was tra
 
 
 @dataclass(frozen=True, slots=True)
-class _Container:
-    """The two parts of a file: tables and segments."""
-
-    program: memoryview
-    segments: memoryview
-
-
-@dataclass(frozen=True, slots=True)
 class _Data:
     """Data outside the plans that plans refer to."""
 
@@ -99,9 +91,8 @@ class PteProgram:
         """
         view, origin = map_source(source, "the program", "a .pte file")
         with named_errors(origin):
-            container = _split(view)
-            root = FlatBuffer(container.program).root()
-            data, methods = _decode(root, container)
+            tables, segments = _split(view)
+            data, methods = _decode(FlatBuffer(tables).root(), segments)
             program = cls(methods=methods, origin=origin, _data=data)
             for value in (value for method in methods for value in method.values):
                 if isinstance(value, TensorSpec):
@@ -234,14 +225,14 @@ def named_errors(origin: str) -> Generator[None]:
         ) from None
 
 
-def _split(view: memoryview) -> _Container:
-    """Check the file identifier, and separate tables from segments."""
+def _split(view: memoryview) -> tuple[memoryview, memoryview]:
+    """Check the file identifier, and return tables and segments."""
     if is_bundle(view):
         view = program_of(view)
     require_identifier(view, _IDENTIFIER, "not an ExecuTorch program")
     head = bytes(view[_HEADER_POSITION : _HEADER_POSITION + _HEADER.size])
     if not head.startswith(_HEADER_MAGIC):
-        return _Container(view, view[:0])
+        return view, view[:0]
     if len(head) < _HEADER.size:
         raise BlobFormatError("program is truncated", got=f"{len(view)} bytes")
     _, length, program_size, base = _HEADER.unpack(head)
@@ -257,12 +248,12 @@ def _split(view: memoryview) -> _Container:
             got=f"{len(view)} bytes",
             expected=f"tables of {program_size} bytes and segments up to byte {end}",
         )
-    return _Container(view[:program_size], view[base:] if base else view[:0])
+    return view[:program_size], view[base:] if base else view[:0]
 
 
-def _decode(root: Table, container: _Container) -> tuple[_Data, tuple[MethodInfo, ...]]:
+def _decode(root: Table, area: memoryview) -> tuple[_Data, tuple[MethodInfo, ...]]:
     segments = tuple(
-        slice_bytes(container.segments, offset, size, "segment")
+        slice_bytes(area, offset, size, "segment")
         for offset, size in root.tables(4, decode_segment)
     )
     inline = root.tables(3, lambda table: table.raw(0))

@@ -113,15 +113,12 @@ class BlockTranslator:
             and shape.rank.is_static
             and not _shapes_may_agree(graph.dims(value), expected)
         ):
-            if op.type not in _WRONGLY_DECLARED and not self._reads_misdeclared(op):
+            # An op that reads a misdeclared value declares wrong shapes itself.
+            if op.type not in _WRONGLY_DECLARED and self.misdeclared.isdisjoint(op.references()):
                 raise refusal("result shape", list(graph.dims(value)), str(list(expected)))
             self.misdeclared.add(declared.name)
         value.get_node().set_friendly_name(declared.name)
         return value
-
-    def _reads_misdeclared(self, op: Op) -> bool:
-        """Whether an op reads a misdeclared value, and so declares wrong shapes itself."""
-        return not self.misdeclared.isdisjoint(op.references())
 
 
 StructuralOp: TypeAlias = Callable[[BlockTranslator, Op, Scope], tuple[Value, ...]]

@@ -85,31 +85,24 @@ def spread_nan(build: Callable[..., Any], *operands: Tensor, sign: int) -> Any:
     """
     if not all(is_float(operand) for operand in operands):
         return build(*operands)
-    marks = [_replace_nan(x, _mark_infinity(x, -sign), sign) for x in operands]
+    marks: list[Any] = []
+    for x in operands:
+        is_infinite = ops.equal(x, scalar(-sign * np.inf, x))
+        infinity = ops.select(is_infinite, scalar(-sign, x), scalar(0, x))
+        marks.append(_replace_nan(x, infinity, sign))
     mark = ops.multiply(build(*marks), scalar(sign, marks[0]))
     zero = scalar(0, mark)
     extrema = ops.select(ops.less(mark, zero), scalar(-sign * np.inf, mark), build(*operands))
     return ops.select(ops.greater(mark, zero), scalar(np.nan, mark), extrema)
 
 
-def _mark_infinity(x: Tensor, sign: int) -> Any:
-    """Return ``sign`` where ``x`` is ``sign * inf``, else zero."""
-    is_infinite = ops.equal(x, scalar(sign * np.inf, x))
-    return ops.select(is_infinite, scalar(sign, x), scalar(0, x))
-
-
 def _extremum(build: Callable[[Any, Any], Any], x: Tensor, y: Tensor) -> Any:
     result = build(x, y)
     for operand in (x, y):
-        if is_float(operand) and not _is_constant_without_nan(operand):
+        data = constant_data(operand)
+        if is_float(operand) and (data is None or np.isnan(data).any()):
             result = keep_nan(operand, result)
     return result
-
-
-def _is_constant_without_nan(x: Tensor) -> bool:
-    """Whether ``x`` is a constant without NaN."""
-    data = constant_data(x)
-    return data is not None and not np.isnan(data).any()
 
 
 def _is_nan(x: Tensor) -> Any:

@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 from coreml_delegate.runtime.engines.op_table import OpTable, OpVersion, Schema
-from coreml_delegate.runtime.engines.openvino.values import Form, form_of
+from coreml_delegate.runtime.engines.openvino.values import Form, Tensor, form_of
 from coreml_delegate.targets import Opset
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -43,3 +43,15 @@ def translation(
         return function
 
     return register
+
+
+Expressions = Mapping[str, tuple[Mapping[str, object], Callable[..., Any]]]
+"""Translations that are one expression of ``x``, a tensor, by op type: annotations of the
+parameters after ``x``, and the function."""
+
+
+def register_expressions(expressions: Expressions) -> None:
+    """Register expressions as translations; see ``translation``."""
+    for op_type, (parameters, function) in expressions.items():
+        function.__annotations__ = {"x": Tensor, **parameters}
+        translation(op_type)(function)

@@ -16,7 +16,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin import integers, nan
-from coreml_delegate.runtime.engines.openvino.translations import translation
+from coreml_delegate.runtime.engines.openvino.translations import register_expressions, translation
 from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 from coreml_delegate.runtime.mil.dtypes import DType
 
@@ -81,22 +81,43 @@ for _op_type, _binary in _BINARY.items():
     _register_binary(_op_type, _binary)
 
 
-@translation("real_div")
-def real_div(x: Tensor, y: Tensor) -> Result:
-    """``x / y``; for integers, rounded towards zero."""
-    return ops.divide(x, y) if is_float(x) else integers.truncated_divide(x, y)
+_Y = {"y": Tensor}
+_EPSILON = {"epsilon": float}
 
 
-@translation("floor_div")
-def floor_div(x: Tensor, y: Tensor) -> Result:
-    """``x / y`` rounded towards negative infinity."""
-    return ops.floor(ops.divide(x, y)) if is_float(x) else integers.floor_divide(x, y)
+def _with_epsilon(build: Callable[[Tensor], Result], default: float) -> Callable[..., Result]:
+    return lambda x, epsilon=default: build(ops.add(x, scalar(epsilon, x)))
 
 
-@translation("mod")
-def modulo(x: Tensor, y: Tensor) -> Result:
-    """Remainder of ``x / y``, with the sign of ``y``."""
-    return ops.floor_mod(x, y) if is_float(x) else integers.floor_modulo(x, y)
+register_expressions(
+    {
+        # Integers are rounded towards zero.
+        "real_div": (
+            _Y,
+            lambda x, y: ops.divide(x, y) if is_float(x) else integers.truncated_divide(x, y),
+        ),
+        "floor_div": (
+            _Y,
+            lambda x, y: (
+                ops.floor(ops.divide(x, y)) if is_float(x) else integers.floor_divide(x, y)
+            ),
+        ),
+        # The sign of the divisor.
+        "mod": (
+            _Y,
+            lambda x, y: ops.floor_mod(x, y) if is_float(x) else integers.floor_modulo(x, y),
+        ),
+        "exp2": ({}, lambda x: ops.power(scalar(2, f32(x)), f32(x))),
+        "inverse": (_EPSILON, _with_epsilon(lambda x: ops.divide(scalar(1, x), x), 1e-4)),
+        "log": (_EPSILON, _with_epsilon(ops.log, 1e-45)),
+        "rsqrt": (
+            _EPSILON,
+            _with_epsilon(lambda x: ops.divide(scalar(1, x), ops.sqrt(x)), 1e-12),
+        ),
+        "threshold": ({"alpha": float}, lambda x, alpha: nan.maximum(x, scalar(alpha, x))),
+        "identity": ({}, lambda x: x),
+    }
+)
 
 
 @translation("pow")
@@ -107,41 +128,11 @@ def power(x: Tensor, y: Tensor) -> Result:
     return ops.round(ops.power(f32(x), f32(y)), "half_to_even")
 
 
-@translation("exp2")
-def exp2(x: Tensor) -> Result:
-    """``2 ** x``."""
-    return ops.power(scalar(2, f32(x)), f32(x))
-
-
-@translation("inverse")
-def inverse(x: Tensor, epsilon: float = 1e-4) -> Result:
-    """``1 / (x + epsilon)``."""
-    return ops.divide(scalar(1, x), ops.add(x, scalar(epsilon, x)))
-
-
-@translation("log")
-def log(x: Tensor, epsilon: float = 1e-45) -> Result:
-    """``log(x + epsilon)``."""
-    return ops.log(ops.add(x, scalar(epsilon, x)))
-
-
-@translation("rsqrt")
-def rsqrt(x: Tensor, epsilon: float = 1e-12) -> Result:
-    """``1 / sqrt(x + epsilon)``."""
-    return ops.divide(scalar(1, x), ops.sqrt(ops.add(x, scalar(epsilon, x))))
-
-
 @translation("clip")
 def clip(x: Tensor, alpha: float, beta: float, *, exact_nan: bool = False) -> Result:
     """``x`` bounded to [alpha, beta]."""
     bounded = ops.clamp(x, alpha, beta)
     return nan.keep_nan(x, bounded) if exact_nan else bounded
-
-
-@translation("threshold")
-def threshold(x: Tensor, alpha: float) -> Result:
-    """``x`` bounded below by ``alpha``."""
-    return nan.maximum(x, scalar(alpha, x))
 
 
 @translation("cast")
@@ -165,9 +156,3 @@ def cast(x: Tensor, dtype: str) -> Result:
 def select(cond: Tensor, a: Tensor, b: Tensor) -> Result:
     """``a`` where ``cond`` is true, ``b`` elsewhere."""
     return integers.exact_select(convert_to(cond, ov.Type.boolean), a, b)
-
-
-@translation("identity")
-def identity(x: Tensor) -> Result:
-    """``x`` itself."""
-    return x

@@ -345,9 +345,9 @@ class _Layer:
             *(reshape(state, [-1, count, units]) for state in states),
             # The lengths come from this input's shape, so the plugin sees that they are all full.
             ops.broadcast(dim_of(by_batch, 1), ops.unsqueeze(dim_of(by_batch, 0), ints(0))),
-            _stack([direction.input_weights for direction in self.directions]),
-            _stack([direction.state_weights for direction in self.directions]),
-            _stack([direction.bias for direction in self.directions]),
+            array_constant(np.stack([side.input_weights for side in self.directions])),
+            array_constant(np.stack([side.state_weights for side in self.directions])),
+            array_constant(np.stack([side.bias for side in self.directions])),
             units,
             "forward" if count == 1 else "bidirectional",
             **options,
@@ -386,10 +386,6 @@ class _Layer:
 
     def _results(self, hidden: Any, last: list[Any]) -> Result:
         return (hidden if self.output_sequence else ops.unsqueeze(last[0], ints(0))), *last
-
-
-def _stack(arrays: Sequence[_Weights]) -> Any:
-    return array_constant(np.stack(arrays))
 
 
 def _product(x: Tensor, weights: _Weights) -> Any:

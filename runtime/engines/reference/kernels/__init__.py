@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -94,6 +94,18 @@ def kernel(
         return function
 
     return register
+
+
+Expressions = Mapping[str, tuple[Mapping[str, object], Callable[..., Any]]]
+"""Kernels that are one expression of ``x``, a tensor, by op type: annotations of the parameters
+after ``x``, and the function."""
+
+
+def register_expressions(expressions: Expressions, *, widen: bool = False) -> None:
+    """Register expressions as kernels; see ``kernel``."""
+    for op_type, (parameters, function) in expressions.items():
+        function.__annotations__ = {"x": Tensor, **parameters}
+        kernel(op_type, widen=widen)(function)
 
 
 def _passing(hint: Any) -> Passing:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from coreml_delegate.runtime.engines.reference.kernels import kernel
+from coreml_delegate.runtime.engines.reference.kernels import kernel, register_expressions
 from coreml_delegate.runtime.engines.reference.values import storage_dtype
 from coreml_delegate.runtime.mil.dtypes import DType
 
@@ -117,34 +117,21 @@ for _name, _binary_function in _BINARY.items():
     kernel(_name)(_binary(_binary_function))
 
 
-@kernel("inverse")
-def inverse(x: Tensor, epsilon: float = 1e-4) -> Tensor:
-    """``1 / (x + epsilon)``."""
-    return torch.reciprocal(x + epsilon)
+_EPSILON = {"epsilon": float}
 
-
-@kernel("log")
-def log(x: Tensor, epsilon: float = 1e-45) -> Tensor:
-    """``log(x + epsilon)``."""
-    return torch.log(x + epsilon)
-
-
-@kernel("rsqrt")
-def rsqrt(x: Tensor, epsilon: float = 1e-12) -> Tensor:
-    """``1 / sqrt(x + epsilon)``."""
-    return torch.rsqrt(x + epsilon)
-
-
-@kernel("clip")
-def clip(x: Tensor, alpha: float, beta: float) -> Tensor:
-    """``x`` bounded to [alpha, beta]."""
-    return torch.clamp(x, alpha, beta)
-
-
-@kernel("threshold")
-def threshold(x: Tensor, alpha: float) -> Tensor:
-    """``x`` bounded below by ``alpha``."""
-    return torch.clamp(x, min=alpha)
+register_expressions(
+    {
+        "inverse": (_EPSILON, lambda x, epsilon=1e-4: torch.reciprocal(x + epsilon)),
+        "log": (_EPSILON, lambda x, epsilon=1e-45: torch.log(x + epsilon)),
+        "rsqrt": (_EPSILON, lambda x, epsilon=1e-12: torch.rsqrt(x + epsilon)),
+        "clip": (
+            {"alpha": float, "beta": float},
+            lambda x, alpha, beta: torch.clamp(x, alpha, beta),
+        ),
+        "threshold": ({"alpha": float}, lambda x, alpha: torch.clamp(x, min=alpha)),
+        "identity": ({}, lambda x: x),
+    }
+)
 
 
 @kernel("cast")
@@ -160,9 +147,3 @@ def cast(x: Tensor, dtype: str) -> Tensor:
 def select(cond: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """``a`` where ``cond`` is true, else ``b``; all three broadcast."""
     return torch.where(cond, a, b)
-
-
-@kernel("identity")
-def identity(x: Tensor) -> Tensor:
-    """``x``."""
-    return x

@@ -1,4 +1,4 @@
-"""Means that are written as sums, which overflow fp16 where the means do not.
+"""Sums divided by a count become means, because a sum may overflow fp16 where the mean does not.
 
 - ``sum(x) * c`` with a constant c below 1 is ``mean(x) * (c * n)`` for sums of n terms; 64 terms of
   2,000 are beyond 65504.
@@ -36,6 +36,7 @@ from coreml_delegate.mil.passes.matching import (
 )
 
 _LONG = 16  # terms of a sum that is worth another op
+_LARGEST_FACTOR = 4.0  # of a mean; a larger one shows the bits that fp16 lacks below 6e-5
 _MOST_STEPS = 8  # ops between a sum and the quotient
 
 
@@ -73,6 +74,8 @@ def average_scaled_sum(total: Any, may_cast: Selector) -> None:
     if factor is None or not count:
         return
     factor *= count
+    if abs(factor) > _LARGEST_FACTOR:
+        return
     name = reader.outputs[0].name
     if math.isclose(factor, 1, rel_tol=1e-6):
         replace(reader, _average(total, name=name))
@@ -83,13 +86,13 @@ def average_scaled_sum(total: Any, may_cast: Selector) -> None:
 
 def scale_ones(product: Any, may_cast: Selector) -> None:
     """Multiply a constant factor of equal elements by the constant that multiplies the product."""
-    ones = _uniform_factor(product)
-    reader = only_reader(product, "mul", "real_div") if ones else None
-    if reader is None or ones is None or not may_cast(product):
+    uniform = _uniform_factor(product)
+    reader = only_reader(product, "mul", "real_div") if uniform else None
+    if reader is None or uniform is None or not may_cast(product):
         return
     factor = _factor(reader, product.outputs[0])
     if factor is not None:
-        scaled = _with_scaled_factor(product, ones, factor, name=reader.outputs[0].name)
+        scaled = _with_scaled_factor(product, uniform, factor, name=reader.outputs[0].name)
         replace(reader, scaled)
 
 
@@ -97,7 +100,7 @@ def _uniform_factor(product: Any) -> str | None:
     """Return the name of the operand that is a constant of equal elements, or None."""
     names = {"linear": ("weight",), "matmul": ("x", "y")}.get(product.op_type, ())
     uniform = [name for name in names if number_in(product.inputs[name]) and is_fp32(product.x)]
-    bias = product.inputs.get("bias") if uniform else None
+    bias = product.inputs.get("bias")
     return uniform[0] if uniform and (bias is None or bias.val is not None) else None
 
 
@@ -212,16 +215,25 @@ Divide = Callable[[Any], Any]
 
 
 def _rebuilt(op: Any, **changed: Any) -> Any:
-    """Return the result of an op with some operands replaced."""
+    """Emit an op again, with other operands."""
     arguments = {key: var for key, var in op.inputs.items() if var is not None}
     return getattr(mb, op.op_type)(**{**arguments, **changed}, before_op=op)
 
 
 def _divide_sum(op: Any, divide: Divide, count: int) -> Any:
+    if _are_weights(op.x):
+        return None
     if _terms(op) == count:
         return _average(op)
     x = divide(op.x)
     return None if x is None else _rebuilt(op, x=x)
+
+
+def _are_weights(var: Any) -> bool:
+    """Whether terms have weights of a softmax, which are at most 1: their sums do not overflow."""
+    product = made_by(var, "mul")
+    factors = [var] if product is None else [product.x, product.y]
+    return any(made_by(factor, "exp", "softmax") is not None for factor in factors)
 
 
 def _divide_move(op: Any, divide: Divide, _: int) -> Any:
@@ -236,7 +248,7 @@ def _divide_clip(op: Any, divide: Divide, count: int) -> Any:
 
 
 def _divide_terms(op: Any, divide: Divide, count: int) -> Any:
-    """Divide both operands, of which one may be a constant."""
+    """Divide both operands; one of them may be a constant."""
     names = ("a", "b") if op.op_type == "select" else ("x", "y")
     changed = dict[str, Any]()
     for name in names:
@@ -257,17 +269,17 @@ def _divide_product(op: Any, divide: Divide, count: int) -> Any:
             return _rebuilt(op, **{name: part})
     if _contracted(op) != count:
         return None
-    ones = _uniform_factor(op)
-    if ones is not None:
-        return _with_scaled_factor(op, ones, 1 / count)
+    uniform = _uniform_factor(op)
+    if uniform is not None:
+        return _with_scaled_factor(op, uniform, 1 / count)
     return _divide_both(op, count)
 
 
 def _divide_both(op: Any, count: int) -> Any:
     """Divide both factors by about the root of ``count``, so that neither is small in fp16."""
     factors = [op.inputs.get(name) for name in ("x", "y")]
-    if count < _LONG or None in factors or any(made_by(f, "exp", "softmax") for f in factors):
-        return None  # weights of a softmax are at most 1
+    if count < _LONG or None in factors or any(map(_are_weights, factors)):
+        return None
     first = 2.0 ** -round(math.log2(count) / 2)
     scales = (first, 1 / count / first)
     x, y = (
@@ -294,9 +306,11 @@ def centre_squares(difference: Any, may_cast: Selector) -> None:
     if difference.op_type != "sub" or not may_cast(difference):
         return
     squares, square = made_by(difference.x, "reduce_mean"), difference.y
-    x = None if squares is None else _root_of_square(squares.x)
     mean = made_by(_root_of_square(square), "reduce_mean")
-    if x is None or mean is None or mean.x is not x or not is_fp32(x):
+    if squares is None or mean is None or not is_fp32(mean.x):
+        return
+    x = mean.x
+    if _root_of_square(squares.x) is not x:
         return
     axes = axes_of(squares, x.rank)
     if axes is None or axes != axes_of(mean, x.rank) or difference.x.shape != square.shape:

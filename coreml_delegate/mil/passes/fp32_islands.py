@@ -51,7 +51,7 @@ _CHEAP = (
     | {
         *("add", "sub", "mul", "real_div", "floor_div", "mod", "abs", "sign", "select", "pow"),
         *("square", "sqrt", "rsqrt", "inverse", "log", "cumsum", "logical_and", "logical_or"),
-        *("logical_not", "sin", "cos", "atan", "relu", "relu6", "clamped_relu"),
+        *("logical_not", "atan", "relu", "relu6", "clamped_relu"),
         *("reduce_max", "reduce_min", "reduce_sum", "reduce_mean"),
     }
 )
@@ -108,17 +108,21 @@ class _Search:
     def carriers(self, block: Any, is_seed: Callable[[Any], bool]) -> set[Any]:
         """Return the cheap ops that compute from exact values, or from results of a seed.
 
+        One product with a small matrix in a row is cheap, and a network of small layers is not.
+
         Args:
             block: A block; ops of other blocks carry nothing.
             is_seed: Returns whether a cheap op is the beginning of a chain.
         """
-        carriers = set[Any]()
+        carriers, from_products = set[Any](), set[Any]()
         for op in block.operations:
-            if _is_cheap(op) and (
-                is_seed(op)
-                or any(self.is_exact(var) or var.op in carriers for var in variables(op))
-            ):
+            read = variables(op)
+            is_product, follows = _is_small_product(op), any(v.op in from_products for v in read)
+            if not (op.op_type in _CHEAP or (is_product and not follows)):
+                continue
+            if is_seed(op) or any(self.is_exact(var) or var.op in carriers for var in read):
                 carriers.add(op)
+                from_products.update([op] if is_product or follows else [])
         return carriers
 
     def keep(self, ops: Iterable[Any]) -> None:
@@ -126,9 +130,8 @@ class _Search:
         self.islands.update(op for op in ops if self.may_cast(op))
 
 
-def _is_cheap(op: Any) -> bool:
-    if op.op_type in _CHEAP:
-        return True
+def _is_small_product(op: Any) -> bool:
+    """Whether an op multiplies by a constant matrix with few rows, as frequencies."""
     if op.op_type not in _PRODUCTS or not any(map(_is_constant, operands(op))):
         return False
     contracted = op.x.shape[-2 if op.op_type == "matmul" and op.transpose_x.val else -1]
@@ -167,7 +170,7 @@ def _keep_angles(search: _Search, block: Any) -> None:
     for op in ends:
         chain = _chain(op.x, carriers)
         is_held = magnitudes.get(op.x, math.inf) <= _LARGEST_ANGLE
-        if search.may_cast(op) and not is_held and (chain or search.is_exact(op.x)):
+        if not is_held and (chain or search.is_exact(op.x)):
             search.keep({op, *chain})
 
 
@@ -241,9 +244,10 @@ def _keep_coordinates(search: _Search, block: Any) -> None:
         name = next(name for name in _COORDINATES[op.op_type] if name in op.inputs)
         coordinates = op.inputs[name]
         chain = _chain(coordinates, tables)
-        if is_fp32(coordinates) and search.may_cast(op) and (chain or search.is_exact(coordinates)):
+        if is_fp32(coordinates) and (chain or search.is_exact(coordinates)):
             search.keep(chain)
-            search.islands.add(_with_pixels_in_fp16(op, name))
+            if search.may_cast(op):
+                search.islands.add(_with_pixels_in_fp16(op, name))
 
 
 def _becomes_integer(op: Any) -> bool:
@@ -301,14 +305,10 @@ def _keep_bounds(search: _Search, block: Any) -> None:
     """Keep logarithms, reciprocals and steps whose bound, epsilon or shift fp16 rounds away."""
     bounded = _followers(block, _has_lost_bound, _keeps_bound)
     shifted = _followers(block, lambda op: _is_shift(op) or op in bounded, _keeps_bound)
-    saturated = _followers(
-        block, _is_probability, lambda op: op.op_type in MOVES or _is_distance(op)
-    )
+    saturated = _followers(block, _is_probability, _keeps_probability)
     exact = search.carriers(block, lambda _: False)
     carriers = search.carriers(block, lambda op: op in bounded or op.op_type in _SATURATING)
     for op in block.operations:
-        if not search.may_cast(op):
-            continue
         if op.op_type in _UNBOUNDED:
             if op.x.op in bounded or op.x.op in saturated:
                 search.keep({op, *_chain(op.x, carriers)})
@@ -377,11 +377,11 @@ def _is_lost(var: Any) -> bool:
     if ((magnitudes > 0) & (magnitudes < _SMALLEST_BOUND)).any():
         return True
     integers = np.round(values)
-    distances = np.abs(values - integers)
+    remainders = np.abs(values - integers)
     with np.errstate(over="ignore", invalid="ignore"):
         errors = np.abs(values.astype(np.float16).astype(np.float64) - values)
-    is_near = (integers != 0) & (distances > 0) & (distances < _NEAR * magnitudes)
-    return bool((is_near & (errors > _LOST * distances)).any())
+    is_near = (integers != 0) & (remainders > 0) & (remainders < _NEAR * magnitudes)
+    return bool((is_near & (errors > _LOST * remainders)).any())
 
 
 _MOST_BOUNDS = 64  # elements of a constant that is a bound; larger constants are weights
@@ -428,7 +428,7 @@ def _keep_comparisons_with_infinity(search: _Search, block: Any) -> None:
     carriers = search.carriers(block, _exceeds_fp16)
     for op in comparisons:
         chain = set[Any]().union(*(_chain(var, carriers) for var in operands(op)))
-        if search.may_cast(op) and (chain or any(map(search.is_exact, operands(op)))):
+        if chain or any(map(search.is_exact, operands(op))):
             search.keep({op, *chain})
 
 
@@ -447,7 +447,7 @@ def _keep_deviations(search: _Search, block: Any) -> None:
 
 
 def _deviations(x: Any) -> set[Any]:
-    """Return ``reduce_mean(x)`` and ``x - mean``, or a layer norm, if they alone read ``x``."""
+    """Return ``reduce_mean(x)`` and ``x - mean``, or a layer norm, if no other op reads ``x``."""
     ops = set(x.child_ops)
     if len(ops) == 2:
         mean, difference = sorted(ops, key=lambda op: op.op_type)

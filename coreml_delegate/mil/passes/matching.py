@@ -89,7 +89,7 @@ def count_of(shape: Any) -> int | None:
 
 
 def only_reader(op: Any, *types: str) -> Any:
-    """Return the op of one of ``types`` that alone reads the result of ``op``, or None."""
+    """Return the reader of the result of ``op`` if it is the only one and of ``types``, or None."""
     result = op.outputs[0]
     readers = result.child_ops
     if len(readers) != 1 or readers[0].op_type not in types or is_output(result):

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from support.lowering import Function, lower_unchecked
+from support.partitioned import delegate_functions
 from support.tolerances import SQNR_FP16_GUARDED, sqnr_db
 from torch.nn import functional as F
 
 from coreml_delegate import CoreMLBackend, runtime
+from coreml_delegate.targets import Opset
 
 Case = tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]
 
@@ -98,11 +100,13 @@ COORDINATES: dict[str, Case] = {
         (_IMAGE,),
     ),
     "grid": (
-        lambda x, g: F.grid_sample(x, g, mode="nearest", padding_mode="border"),
+        lambda x, g: F.grid_sample(x, g, "nearest", "border", align_corners=False),
         (_IMAGE, torch.rand(1, 40, 200, 2) * 2.2 - 1.1),
     ),
     "affine grid": (
-        lambda x, m: F.grid_sample(x, F.affine_grid(m, [1, 2, 96, 300], False)),
+        lambda x, m: F.grid_sample(
+            x, F.affine_grid(m, [1, 2, 96, 300], align_corners=False), align_corners=False
+        ),
         (_IMAGE, torch.tensor([[[0.9, 0.1, 0.01], [-0.1, 1.1, 0.02]]])),
     ),
     "floor to an index": (
@@ -310,4 +314,65 @@ def decibels(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], **o
 def test_values_that_fp16_would_lose(name: str) -> None:
     ratios, lowered = decibels(*CASES[name])
     assert lowered.operators == ()
+    assert min(ratios) > SQNR_FP16_GUARDED
+
+
+TARGETS = (Opset.iOS15, Opset.iOS16, Opset.iOS18)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["flow", "affine grid"])
+def test_pixels_are_fp16_beside_coordinates_in_fp32(name: str, target: Opset) -> None:
+    ratios, lowered = decibels(*COORDINATES[name], minimum_deployment_target=target)
+    assert min(ratios) > SQNR_FP16_GUARDED
+    (function,) = delegate_functions(lowered.edge)
+    (resample,) = (op for op in function.block.ops if op.type == "resample")
+    dtypes = {t.name: t.type.dtype.label for op in function.block.ops for t in op.outputs}
+    dtypes |= {t.name: t.type.dtype.label for t in function.inputs}
+    read = {name: dtypes[operand.name] for name, (operand,) in resample.inputs.items()}
+    assert (read["x"], read["coordinates"]) == ("fp16", "fp32")
+    assert dtypes[resample.outputs[0].name] == "fp16"
+
+
+HELD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "layer norm": lambda x: F.layer_norm(x, (16,)),
+    "layer norm, small epsilon": lambda x: F.layer_norm(x, (16,), eps=1e-12),
+    "written layer norm": lambda x: (
+        (x - x.mean(-1, True)) / (x.var(-1, keepdim=True) + 1e-6).sqrt()
+    ),
+    "batch norm": lambda x: F.batch_norm(x, torch.zeros(16), torch.ones(16)),
+    "norm of rows": lambda x: F.normalize(x, dim=-1),
+    "softmax": lambda x: x.softmax(-1),
+    "log softmax": lambda x: F.log_softmax(x, -1),
+    "normalized softmax": lambda x: (lambda a: a / (a.sum(-1, True) + 1e-9))(x.softmax(-1)),
+    "gelu": lambda x: F.gelu(x) + F.silu(x),
+    "softplus": lambda x: F.softplus(x).tanh() * x,
+    "quotient": lambda x: x / (x.abs().sum(-1, True) + 1e-8),
+    "snake": lambda x: x + torch.sin(3 * x).square() / 3,
+    "bounded angle": lambda x: torch.sin(x.tanh() * math.pi),
+    "mean": lambda x: x.sum(-1) / 16,
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_fp16_holds_stays_in_fp16(name: str) -> None:
+    """Only the output is fp32."""
+    weight = torch.randn(16, 96) / 4
+    function = HELD[name]
+    ratios, lowered = decibels(lambda x: function(F.linear(x, weight)), (torch.randn(4, 96),))
+    assert min(ratios) > SQNR_FP16_GUARDED
+    (main,) = delegate_functions(lowered.edge)
+    in_fp32 = [op for op in main.block.ops for t in op.outputs if t.type.dtype.label == "fp32"]
+    assert [op.type for op in in_fp32 if op.type != "const"] == ["cast"]
+
+
+def test_islands_of_the_user_are_kept() -> None:
+    """The angle of a named op is an island already."""
+    function, inputs = ANGLES["vocoder"]
+    keep = {"ops": ["cumsum", "sin"]}
+    ratios, lowered = decibels(function, inputs, keep_fp32=keep)
+    (main,) = delegate_functions(lowered.edge)
+    labels = {op.type: op.outputs[0].type.dtype.label for op in main.block.ops}
+    assert (labels["cumsum"], labels["sin"]) == ("fp32", "fp32")
     assert min(ratios) > SQNR_FP16_GUARDED

@@ -13,7 +13,7 @@ import pytest
 import torch
 from executorch.exir import to_edge
 from executorch.export import ExportRecipe, export
-from support.cli_models import Overflowing, overflowing
+from support.cli_models import Exponentials, exponentials
 from support.lowering import Lowered, lower_unchecked
 from support.tolerances import SQNR_FP16_GUARDED, sqnr_db
 
@@ -25,7 +25,7 @@ from coreml_delegate.recipes import CoreMLRecipeType
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.cli import main
 
-MODEL = "support.cli_models:overflowing"
+MODEL = "support.cli_models:exponentials"
 AUTO = CoreMLBackend.generate_compile_specs(compute_precision="auto")
 
 
@@ -39,7 +39,7 @@ def _worst(pte: bytes, module: torch.nn.Module, inputs: tuple[Any, ...]) -> floa
 
 def _lowered(**options: Any) -> tuple[Lowered, torch.nn.Module, tuple[Any, ...]]:
     torch.manual_seed(0)
-    module, inputs = overflowing()
+    module, inputs = exponentials()
     return lower_unchecked(module, (inputs,), compile_specs=AUTO, **options), module, (inputs,)
 
 
@@ -75,7 +75,7 @@ def test_equal_models_and_inputs_give_equal_bytes() -> None:
 
 def test_the_samples_decide() -> None:
     small = [(torch.full((2, 16), -0.01) * 0,)]
-    module, example = overflowing()
+    module, example = exponentials()
     with torch.no_grad():
         module.linear.bias.fill_(-9)
     lowered = lower_unchecked(module, (example,), compile_specs=AUTO, precision_data=small)
@@ -94,13 +94,13 @@ def test_a_sample_with_another_number_of_inputs_is_refused() -> None:
 
 
 def test_a_decomposed_program_cannot_be_measured() -> None:
-    exported = torch.export.export(Overflowing().eval(), (torch.zeros(2, 16),))
+    exported = torch.export.export(Exponentials().eval(), (torch.zeros(2, 16),))
     with pytest.raises(OptionError, match="before it is decomposed"):
         to_edge(exported).to_backend(CoreMLPartitioner(compile_specs=AUTO))
 
 
 def test_a_plan_measures_nothing() -> None:
-    exported = torch.export.export(Overflowing().eval(), (torch.zeros(2, 16),))
+    exported = torch.export.export(Exponentials().eval(), (torch.zeros(2, 16),))
     report = CoreMLPartitioner(compile_specs=AUTO).plan(exported)
     assert report.precision is None
     assert report.partitions
@@ -108,7 +108,7 @@ def test_a_plan_measures_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:This API and all of its related:Warning")
 def test_a_recipe_measures_with_the_example_inputs() -> None:
-    module, inputs = overflowing()
+    module, inputs = exponentials()
     recipe = ExportRecipe.get_recipe(CoreMLRecipeType.AUTO)
     pte = bytes(export(module.eval(), [(inputs,)], recipe).get_pte_buffer())
     assert _worst(pte, module, (inputs,)) >= SQNR_FP16_GUARDED

@@ -430,7 +430,7 @@ def ending_its_parent():
     time.sleep(600)
 
 
-class Overflowing(nn.Module):
+class Exponentials(nn.Module):
     """Sums that leave the range of fp16, and come back by a logarithm."""
 
     def __init__(self) -> None:
@@ -442,8 +442,8 @@ class Overflowing(nn.Module):
         return torch.log((y.exp() * 5000).sum(-1) * 900), y
 
 
-def overflowing():
-    return Overflowing(), torch.randn(2, 16)
+def exponentials():
+    return Exponentials(), torch.randn(2, 16)
 
 
 class Unreachable(nn.Module):

@@ -9,12 +9,31 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from coreml_delegate.device_check import deployment, operations, precision, shapes, weights
-from coreml_delegate.device_check.records import CheckedModel, Consequence, Evidence, Finding, Rule
-from coreml_delegate.device_check.records import Place as Place
-from coreml_delegate.device_check.records import Source as Source
-from coreml_delegate.device_check.records import Use as Use
+from coreml_delegate.device_check.records import (
+    CheckedModel,
+    Consequence,
+    Evidence,
+    Finding,
+    Place,
+    Rule,
+    Source,
+    Use,
+)
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.runtime.diagnosis import Diagnosis
+
+__all__ = [
+    "RULES",
+    "CheckedModel",
+    "Consequence",
+    "Finding",
+    "Place",
+    "Rule",
+    "Source",
+    "Use",
+    "check",
+    "rule_named",
+]
 
 _SEVERITY = {consequence: rank for rank, consequence in enumerate(Consequence)}
 

@@ -89,8 +89,8 @@ def _partition(partition: PartitionReport) -> str:
 def _precision(precision: PrecisionReport) -> Iterator[str]:
     """Yield the accuracy in fp16, and the calls that compute in fp32 or lose most."""
     yield (
-        f"  in fp16 {decibels(precision.before_db)} of {precision.target_db:g} dB, measured on "
-        "example inputs"
+        f"  fp16 has {decibels(precision.before_db)} on the example inputs; the target is "
+        f"{precision.target_db:g} dB"
     )
     if precision.islands:
         exactly = "" if precision.is_minimal else "at most "

@@ -5,14 +5,15 @@ A body is a function of scalars. As its operations are elementwise, it is also t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from coreml_delegate.graph.compose import Composer, Var, to_storage
+from coreml_delegate.graph.compose import Composer, Var, in_order, to_storage, wrap
 from coreml_delegate.graph.emitter import Emitter
 from coreml_delegate.graph.node import Closure, Value, require_elementwise
+from coreml_delegate.graph.operations.comparison import MIRRORED, OPS
 from coreml_delegate.graph.tensor_types import DType, TensorType
 from coreml_delegate.mil.compose import mb
 
@@ -20,15 +21,6 @@ KINDS = ("add", "multiply", "maximum", "minimum", "and", "or", "xor")
 """Commutative and associative operations that a body may be."""
 
 _COMMUTATIVE = frozenset({*KINDS, "equal", "not_equal"})
-_COMPARISONS = {
-    "EQ": "equal",
-    "NE": "not_equal",
-    "LT": "less",
-    "LE": "less_equal",
-    "GT": "greater",
-    "GE": "greater_equal",
-}
-_MIRRORED = {"less": "greater", "less_equal": "greater_equal"}
 
 
 def known_kinds(body: Closure) -> tuple[str, ...] | None:
@@ -82,9 +74,10 @@ def _form(value: Value, names: Mapping[Value, str]) -> str:
     name = node.name
     parts = [_form(operand, names) for operand in node.operands]
     if name == "compare":
-        name = _COMPARISONS[node["direction"]]
-    if name in _MIRRORED:
-        name, parts = _MIRRORED[name], parts[::-1]
+        direction = node["direction"]
+        if direction in ("LT", "LE"):
+            direction, parts = MIRRORED[direction], parts[::-1]
+        name = OPS[direction]
     return _sorted_call(name, *parts) if name in _COMMUTATIVE else f"{name}({', '.join(parts)})"
 
 
@@ -92,45 +85,29 @@ def _sorted_call(name: str, *parts: str) -> str:
     return f"{name}({', '.join(sorted(parts))})"
 
 
+def scalar_types(values: Sequence[Value]) -> list[TensorType]:
+    """Return the types of elements of values."""
+    return [TensorType(value.dtype, ()) for value in values]
+
+
 def trace_body(
-    emitter: Emitter, name: str, body: Any, values: Sequence[Value], returns: Any = None
-) -> Closure:
-    """Trace a body of scalars: an accumulator for each of ``values``, then an element for each.
-
-    Args:
-        emitter: Adds the nodes.
-        name: Name in messages.
-        body: The function.
-        values: The values whose elements it combines.
-        returns: Element types of its results; None for the element types of ``values``.
-
-    Raises:
-        GraphError: It returns other types.
-    """
-    scalars = [TensorType(value.dtype, ()) for value in values]
-    closure = emitter.trace(name, body, [*scalars, *scalars])
-    result_types = scalars if returns is None else [TensorType(dtype, ()) for dtype in returns]
-    closure.check([*scalars, *scalars], result_types)
-    return closure
-
-
-def trace_wide(
     emitter: Emitter, name: str, body: Any, types: Sequence[TensorType], returns: Any = None
 ) -> Closure:
-    """Trace a body of scalars with tensors, which it combines element by element.
+    """Trace a body of scalars, also with tensors, which it combines element by element.
 
     Args:
         emitter: Adds the nodes.
         name: Name in messages.
-        body: A function of scalars.
+        body: The function, of an accumulator for each of ``types``, then an element for each.
         types: Types of the accumulators, which are also the types of the elements.
         returns: Element types of the results; None for the element types of ``types``.
 
     Raises:
-        GraphError: The body has operations that are not elementwise.
+        GraphError: It returns other types, or has operations on tensors that are not elementwise.
     """
     closure = emitter.trace(name, body, [*types, *types])
-    require_elementwise(name, closure)
+    if types[0].rank:
+        require_elementwise(name, closure)
     dtypes = [type.dtype for type in types] if returns is None else returns
     closure.check([*types, *types], [types[0].with_dtype(dtype) for dtype in dtypes])
     return closure
@@ -140,21 +117,17 @@ def identity_element(kind: str, dtype: DType) -> np.generic:
     """Return e with ``kind(x, e) == x`` for every x, in the storage dtype."""
     if dtype is DType.BOOL:
         return np.bool_(kind in ("and", "minimum", "multiply"))
+    number: Any = {"multiply": 1, "and": -1}.get(kind, 0)
     if kind in ("maximum", "minimum"):
-        if dtype.is_float:
-            number: Any = np.float32(-np.inf if kind == "maximum" else np.inf)
-        else:
-            narrow = dtype.numpy if dtype.bits < 64 else np.dtype(np.int32)
-            bounds = np.iinfo(narrow)
-            number = narrow.type(bounds.min if kind == "maximum" else bounds.max)
-    else:
-        number = dtype.numpy.type({"multiply": 1, "and": 0}.get(kind, 0))
-        if kind == "and":
-            number = ~number
-            if dtype.bits == 64:
-                return np.int32(-1)
+        narrow = dtype.numpy if dtype.bits < 64 else np.dtype(np.int32)
+        least, most = (-np.inf, np.inf) if dtype.is_float else _bounds(narrow)
+        number = least if kind == "maximum" else most
     stored: np.generic = to_storage(np.asarray(number), dtype).flat[0]
     return stored
+
+
+def _bounds(dtype: np.dtype[Any]) -> tuple[int, int]:
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
 
 
 def is_identity(kind: str, value: Value) -> bool:
@@ -180,6 +153,13 @@ def combine(kind: str, dtype: DType, x: Var, y: Var) -> Var:
         kind = "maximum" if kind in ("or", "add", "maximum") else "minimum"
     op = {"add": "add", "multiply": "mul", "maximum": "maximum", "minimum": "minimum"}[kind]
     return getattr(mb, op)(x=x, y=y)
+
+
+def by_kind(kind: str, dtype: DType, function: Callable[..., Var], *values: Var) -> Var:
+    """Apply a function of a kind to MIL values: extrema in the order of ``dtype``, others wrap."""
+    if kind in ("maximum", "minimum"):
+        return in_order(function, dtype, *values)
+    return wrap(function(*values), dtype)
 
 
 def is_composable(kind: str, dtype: DType) -> bool:

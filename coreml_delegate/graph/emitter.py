@@ -12,7 +12,15 @@ import sympy
 
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import Composer, Var
-from coreml_delegate.graph.node import Closure, Compose, Node, OperationRecord, Scope, Value
+from coreml_delegate.graph.node import (
+    Closure,
+    Compose,
+    Node,
+    OperationRecord,
+    Scope,
+    Value,
+    as_tuple,
+)
 from coreml_delegate.graph.sizes import fold
 from coreml_delegate.graph.tensor_types import ALL, FLOATS, Dim, DType, TensorType, simplify
 from coreml_delegate.mil.compose import mb
@@ -220,8 +228,7 @@ class Emitter:
         outer, self.scope = self.scope, Scope(self.scope)
         try:
             parameters = tuple(self.emit("argument", (), t) for t in types)
-            returned = function(*parameters)
-            results = (returned,) if isinstance(returned, Value) else tuple(returned)
+            results = as_tuple(function(*parameters))
             for result in results:
                 if not isinstance(result, Value):
                     raise GraphError(

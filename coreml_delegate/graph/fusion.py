@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from coreml_delegate.graph.attention import attention_of
 from coreml_delegate.graph.emitter import OPERATIONS
@@ -177,5 +176,3 @@ _PATTERNS: Mapping[str, Sequence[Callable[[Node], Pattern | None]]] = {
     "while": (lstm_of,),
 }
 """Patterns by the name of the node that computes the layer's result."""
-
-__all__: list[Any] = ["fused_nodes"]

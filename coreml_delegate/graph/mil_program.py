@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import sympy
 
 from coreml_delegate.formats.blob import Buffer as Bytes
 from coreml_delegate.formats.blob_layout import PACKAGE
@@ -110,15 +110,15 @@ def _keywords(graph: Graph) -> dict[str, Any]:
 
 
 def _placeholders(graph: Graph) -> dict[str, Any]:
-    from coremltools.converters.mil.mil import types
+    from coremltools.converters.mil.mil import get_new_symbol, types
 
-    symbols: dict[sympy.Expr, Any] = {}
-    placeholders = {
-        name: mb.placeholder(
-            shape=_placeholder_shape(value, symbols), dtype=_feature_dtype(value.dtype), name=name
-        )
-        for name, value in graph.features.items()
-    }
+    symbols: defaultdict[Dim, Any] = defaultdict(get_new_symbol)
+    placeholders: dict[str, Any] = {}
+    for name, value in graph.features.items():
+        sizes = storage_shape(value.shape) or (1,)
+        shape = [size if isinstance(size, int) else symbols[size] for size in sizes]
+        dtype = _feature_dtype(value.dtype)
+        placeholders[name] = mb.placeholder(shape=shape, dtype=dtype, name=name)
     for name, (value, _) in graph.states.items():
         shape = storage_shape(value.type.static_shape) or (1,)
         placeholders[name] = mb.state_tensor_placeholder(shape=shape, dtype=types.fp16)
@@ -130,19 +130,6 @@ def _feature_dtype(dtype: DType) -> Any:
     from coremltools.converters.mil.mil import types
 
     return types.int32 if dtype is DType.BOOL else getattr(types, dtype.storage_dtype)
-
-
-def _placeholder_shape(value: Value, symbols: dict[sympy.Expr, Any]) -> list[Any]:
-    from coremltools.converters.mil.mil import get_new_symbol
-
-    shape: list[Any] = []
-    for size in storage_shape(value.shape) or (1,):
-        if isinstance(size, sympy.Expr):
-            symbols[size] = symbols.get(size) or get_new_symbol()
-            shape.append(symbols[size])
-        else:
-            shape.append(size)
-    return shape
 
 
 def _range(ct: Any, size: Dim, dimensions: Mapping[str, Dimension]) -> Any:

@@ -11,7 +11,8 @@ import sympy
 from coreml_delegate.graph.node import Value
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, simplify
 
-_MOST_KNOWN = 16
+MOST_KNOWN = 16
+"""The largest number of elements that are kept for shape arithmetic."""
 
 
 def _quotient(x: Any, y: Any) -> Any:
@@ -101,4 +102,4 @@ def known_elements(
         array[:] = value.elements
         arrays.append(array.reshape(value.type.static_shape))
     result = np.asarray(function(*arrays), object)
-    return tuple(result.reshape(-1)) if result.size <= _MOST_KNOWN else None
+    return tuple(result.reshape(-1)) if result.size <= MOST_KNOWN else None

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from coreml_delegate.graph.node import Closure, Node, Value
+from coreml_delegate.graph.operations.comparison import MIRRORED
 
-_FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 # A stable sort keeps the order of equal elements, so that LE and GE are LT and GT.
 _ASCENDING = {"LT": True, "LE": True, "GT": False, "GE": False}
 
@@ -105,7 +105,7 @@ def _comparison(node: Node, indices: dict[Value, int]) -> tuple[int, str, bool] 
         return None
     direction = node["direction"]
     if left.index > right.index:
-        direction = _FLIPPED[direction]
+        direction = MIRRORED[direction]
     is_float = node.operands[0].dtype.is_float
     splits = is_float and node["total_order"] and not (left.merges_zeros and right.merges_zeros)
     return left.index // 2, direction, splits

@@ -10,7 +10,7 @@ from coreml_delegate.graph.tensor_types import ALL, DType
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.functions import sign_bit
 
-_OPS = {
+OPS = {
     "EQ": "equal",
     "NE": "not_equal",
     "LT": "less",
@@ -18,13 +18,17 @@ _OPS = {
     "GT": "greater",
     "GE": "greater_equal",
 }
+"""MIL's ops by StableHLO's names of directions."""
+
+MIRRORED = {"EQ": "EQ", "NE": "NE", "LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
+"""The direction that holds of exchanged operands."""
 
 
 def _compose_compare(c: Composer, node: Node, x: Var, y: Var) -> Var:
     dtype, direction = node.types[0].dtype, node["direction"]
     if node["total_order"]:
         return _compare_in_total_order(c, direction, dtype, x, y)
-    op = getattr(mb, _OPS[direction])
+    op = getattr(mb, OPS[direction])
     if dtype is DType.BOOL:
         return op(x=mb.cast(x=x, dtype="int32"), y=mb.cast(x=y, dtype="int32"))
     if direction in ("EQ", "NE"):
@@ -70,9 +74,9 @@ class Comparison(Emitter):
             direction: ``EQ``, ``NE``, ``LT``, ``LE``, ``GT`` or ``GE``.
             total_order: Whether floats compare in the total order.
         """
-        if direction not in _OPS:
+        if direction not in OPS:
             raise GraphError(
-                "compare: no such direction", got=repr(direction), expected=" | ".join(_OPS)
+                "compare: no such direction", got=repr(direction), expected=" | ".join(OPS)
             )
         total_order = total_order and x.dtype.is_float
         return self.emit_elementwise(

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.arrange import reshape, transpose
 from coreml_delegate.graph.compose import Composer, Var, convert
 from coreml_delegate.graph.emitter import Emitter, normalize_axes, operation, same_size
 from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.operations.axes import reshape, transpose
 from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, product
 from coreml_delegate.mil.compose import mb
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import Composer, Var, cast_storage, convert, ordered, wrap
+from coreml_delegate.graph.compose import Composer, Var, cast_storage, convert, in_order, wrap
 from coreml_delegate.graph.emitter import (
     Emitter,
     broadcast_shapes,
@@ -46,7 +46,7 @@ def _extremum(op: str, of_bools: str) -> Compose:
         dtype = node.type.dtype
         if dtype is DType.BOOL:
             return getattr(mb, of_bools)(x=x, y=y)
-        return ordered(getattr(mb, op)(x=ordered(x, dtype), y=ordered(y, dtype)), dtype)
+        return in_order(lambda x, y: getattr(mb, op)(x=x, y=y), dtype, x, y)
 
     return compose
 
@@ -103,9 +103,10 @@ def _compose_sign(_: Composer, node: Node, x: Var) -> Var:
 
 
 def _compose_clamp(_: Composer, node: Node, low: Var, x: Var, high: Var) -> Var:
-    dtype = node.type.dtype
-    low, x, high = (ordered(var, dtype) for var in (low, x, high))
-    return ordered(mb.minimum(x=mb.maximum(x=x, y=low), y=high), dtype)
+    def clamp(low: Var, x: Var, high: Var) -> Var:
+        return mb.minimum(x=mb.maximum(x=x, y=low), y=high)
+
+    return in_order(clamp, node.type.dtype, low, x, high)
 
 
 def _compose_is_nan(__: Composer, _: Node, x: Var) -> Var:

@@ -29,6 +29,8 @@ from coreml_delegate.targets import Opset
 
 _GELU = {"none": "EXACT", "tanh": "TANH_APPROXIMATION"}
 _LINEAR_RANK = 3  # the highest that ``linear`` takes
+# Ranks of MIL's ``batch_norm``, whose features are along axis 1.
+_BATCH_NORM_RANKS = (3, 4, 5)
 
 
 def around_axis(type: TensorType, axis: int) -> tuple[tuple[int, int, int], int]:
@@ -85,6 +87,24 @@ def _compose_layer_norm(c: Composer, node: Node, x: Var, *parameters: Var) -> Va
         if name in remaining:
             y = op(x=y, y=c.reshape(remaining[name], parameter_shape))
     return y
+
+
+def _compose_batch_norm_inference(_: Composer, node: Node, x: Var, *statistics: Var) -> Var:
+    epsilon = node.type.dtype.storage_numpy.type(node["epsilon"])
+    rank, axis = node.type.rank, node["feature_index"]
+    scale, offset, mean, variance = statistics
+    is_constant = all(var.val is not None for var in statistics)
+    if is_constant and axis == 1 and rank in _BATCH_NORM_RANKS:
+        return mb.batch_norm(
+            x=x, mean=mean, variance=variance, gamma=scale, beta=offset, epsilon=epsilon
+        )
+    deviation = mb.sqrt(x=mb.add(x=variance, y=epsilon))
+    factor = mb.real_div(x=scale, y=deviation)
+    shift = mb.sub(x=offset, y=mb.mul(x=mean, y=factor))
+    sizes = [1] * rank
+    sizes[axis] = -1
+    factor, shift = (mb.reshape(x=var, shape=sizes) for var in (factor, shift))
+    return mb.add(x=mb.mul(x=x, y=factor), y=shift)
 
 
 def _compose_rms_norm(c: Composer, node: Node, x: Var, *scale: Var) -> Var:
@@ -298,6 +318,42 @@ class Fused(Emitter):
             axes=norm_axes,
             parameters=tuple(parameters),
             epsilon=float(epsilon),
+        )
+
+    @operation(FLOATS, _compose_batch_norm_inference)
+    def batch_norm_inference(
+        self,
+        x: Value,
+        scale: Value,
+        offset: Value,
+        mean: Value,
+        variance: Value,
+        epsilon: float = 1e-5,
+        feature_index: int = 1,
+    ) -> Value:
+        """Return ``(x - mean) / sqrt(variance + epsilon) * scale + offset``.
+
+        Args:
+            x: Tensor of rank 1 or more.
+            scale: [features], as ``offset``, ``mean`` and ``variance``.
+            offset: See ``scale``.
+            mean: See ``scale``.
+            variance: See ``scale``.
+            epsilon: Added to the variance.
+            feature_index: Axis of the features.
+        """
+        operands = (x, scale, offset, mean, variance)
+        require_same_dtype("batch_norm_inference", *operands)
+        axis = normalize_axis(feature_index, x.rank, "feature axis")
+        for operand in operands[1:]:
+            if not same_shape(operand.shape, (x.shape[axis],)):
+                raise GraphError(
+                    "batch_norm_inference: wrong shape of a statistic",
+                    got=str(operand.type),
+                    expected=f"[{x.shape[axis]}], one element per feature",
+                )
+        return self.emit(
+            "batch_norm_inference", operands, x.type, epsilon=epsilon, feature_index=axis
         )
 
     @operation(FLOATS, _compose_rms_norm)

@@ -59,16 +59,12 @@ def _order_by_keys(node: Node, values: Sequence[Var], axis: int) -> Var | None:
         if key.splits_zeros:
             passes.insert(0, _sign_of_zero(value, dtype))
         for tensor in passes:
-            current = (
-                tensor
-                if order is None
-                else mb.gather_along_axis(x=tensor, indices=order, axis=axis)
-            )
-            step = mb.argsort(x=current, axis=axis, ascending=key.ascending)
             if order is None:
-                order = step
-            else:
-                order = mb.gather_along_axis(x=order, indices=step, axis=axis)
+                order = mb.argsort(x=tensor, axis=axis, ascending=key.ascending)
+                continue
+            current = mb.gather_along_axis(x=tensor, indices=order, axis=axis)
+            step = mb.argsort(x=current, axis=axis, ascending=key.ascending)
+            order = mb.gather_along_axis(x=order, indices=step, axis=axis)
     return order
 
 

@@ -26,15 +26,8 @@ _DEVICES = "a Core ML model runs on one device only"
 _FEEDS = "a Core ML model takes its inputs before it runs, and returns its outputs after"
 _BY_REASON: Mapping[str, tuple[str, ...]] = {
     _DEVICES: (
-        "all_gather",
-        "all_reduce",
-        "all_to_all",
-        "async_done",
-        "async_start",
-        "collective_broadcast",
-        "collective_permute",
-        "cross-replica-sum",
-        "reduce_scatter",
+        *("all_gather", "all_reduce", "all_to_all", "async_done", "async_start"),
+        *("collective_broadcast", "collective_permute", "cross-replica-sum", "reduce_scatter"),
     ),
     _FEEDS: ("infeed", "outfeed", "recv", "send"),
     QUANTIZED: ("uniform_dequantize", "uniform_quantize"),

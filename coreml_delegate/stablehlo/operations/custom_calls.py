@@ -12,19 +12,10 @@ from coreml_delegate.stablehlo.source_op import Operand, Rule, SourceOp
 
 _UNCHANGED = frozenset(
     {
-        "AllocateBuffer",
-        "LayoutConstraint",
-        "MoveToDevice",
-        "MoveToHost",
-        "Sharding",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-        "annotate_device_placement",
-        "checkpoint_name",
-        "name",
-        "xla.sdy.FuncResultSharding",
-        "xla.sdy.GlobalToLocalShape",
-        "xla.sdy.LocalToGlobalShape",
+        *("AllocateBuffer", "LayoutConstraint", "MoveToDevice", "MoveToHost", "Sharding"),
+        *("SPMDFullToShardShape", "SPMDShardToFullShape", "annotate_device_placement"),
+        *("checkpoint_name", "name", "xla.sdy.FuncResultSharding"),
+        *("xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"),
     }
 )
 """Targets that place or name a tensor, and return it unchanged."""

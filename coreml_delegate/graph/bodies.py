@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from coreml_delegate.graph.compose import Composer, Var, in_order, to_storage, wrap
+from coreml_delegate.graph.compose import Composer, Var, cast_bool, in_order, to_storage, wrap
 from coreml_delegate.graph.emitter import Emitter
 from coreml_delegate.graph.node import Closure, Value, require_elementwise
-from coreml_delegate.graph.operations.comparison import MIRRORED, OPS
+from coreml_delegate.graph.operations.elementwise import MIRRORED, OPS
 from coreml_delegate.graph.tensor_types import DType, TensorType
 from coreml_delegate.mil.compose import mb
 
@@ -24,10 +24,9 @@ _COMMUTATIVE = frozenset({*KINDS, "equal", "not_equal"})
 
 
 def known_kinds(body: Closure) -> tuple[str, ...] | None:
-    """Return each result's operation; None if a result is not ``op(accumulator, element)``.
+    """Return the operation of each result of a body of accumulators, then as many elements.
 
-    Args:
-        body: Takes accumulators, then as many elements.
+    None if a result is not ``op(accumulator, element)``.
     """
     count = len(body.results)
     kinds: list[str] = []
@@ -93,14 +92,10 @@ def scalar_types(values: Sequence[Value]) -> list[TensorType]:
 def trace_body(
     emitter: Emitter, name: str, body: Any, types: Sequence[TensorType], returns: Any = None
 ) -> Closure:
-    """Trace a body of scalars, also with tensors, which it combines element by element.
+    """Trace a body of an accumulator for each of ``types``, then an element for each.
 
-    Args:
-        emitter: Adds the nodes.
-        name: Name in messages.
-        body: The function, of an accumulator for each of ``types``, then an element for each.
-        types: Types of the accumulators, which are also the types of the elements.
-        returns: Element types of the results; None for the element types of ``types``.
+    It is a function of scalars, also traced with tensors, which it combines element by element.
+    Its results have the element types ``returns``, by default those of the accumulators.
 
     Raises:
         GraphError: It returns other types, or has operations on tensors that are not elementwise.
@@ -170,11 +165,10 @@ def is_composable(kind: str, dtype: DType) -> bool:
 def call_wide(c: Composer, closure: Closure, values: Sequence[Var]) -> list[Var]:
     """Call a closure with tensors, and return its results; bools are stored as int32."""
     arguments = [
-        mb.cast(x=var, dtype="bool") if parameter.dtype is DType.BOOL else var
+        cast_bool(parameter, var, "bool")
         for parameter, var in zip(closure.parameters, values, strict=True)
     ]
     returned = c.call(closure, arguments)
     return [
-        mb.cast(x=var, dtype="int32") if value.dtype is DType.BOOL else var
-        for value, var in zip(closure.results, returned, strict=True)
+        cast_bool(value, var, "int32") for value, var in zip(closure.results, returned, strict=True)
     ]

@@ -16,7 +16,6 @@ from coreml_delegate.graph.executable import Executable, Settings
 from coreml_delegate.graph.mil_program import Graph, package_files
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.bits import Bits
-from coreml_delegate.graph.operations.comparison import Comparison
 from coreml_delegate.graph.operations.contraction import Contraction
 from coreml_delegate.graph.operations.control import Control
 from coreml_delegate.graph.operations.convolution import Convolution
@@ -89,7 +88,6 @@ def _compose_parameter(*_: Any) -> Any:
 
 class Builder(
     Bits,
-    Comparison,
     Contraction,
     Control,
     Convolution,

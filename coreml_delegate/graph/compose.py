@@ -95,12 +95,12 @@ class Composer:
         operands = [self._vars[operand] for operand in node.operands]
         if node.record.moves_data:  # hardly any op of MIL moves bools
             pairs = zip(node.operands, operands, strict=True)
-            operands = [_cast_bool(*pair, "int32") for pair in pairs]
+            operands = [cast_bool(*pair, "int32") for pair in pairs]
         results = as_tuple(compose(self, node, *operands))
         if not node.record.moves_data:
             return results
         pairs = zip(node.results, results, strict=True)
-        return tuple(_cast_bool(*pair, "bool") for pair in pairs)
+        return tuple(cast_bool(*pair, "bool") for pair in pairs)
 
     # Constants and sizes
 
@@ -199,12 +199,7 @@ class Composer:
 
 
 def const(array: Any, dtype: DType | None = None) -> Var:
-    """Return a constant.
-
-    Args:
-        array: Elements of ``dtype``, or of its storage dtype.
-        dtype: Element type of the graph; None if the array has the storage dtype.
-    """
+    """Return a constant of elements of ``dtype``, or of its storage dtype if that is None."""
     array = np.asarray(array)
     data = array if dtype is None else to_storage(array, dtype)
     if data.ndim > MOST_AXES:
@@ -308,17 +303,13 @@ def storage_shape(shape: Sequence[Dim]) -> tuple[Dim, ...]:
     return (simplify(count),)
 
 
-def _cast_bool(value: Value, var: Var | None, dtype: str) -> Var | None:
+def cast_bool(value: Value, var: Var | None, dtype: str) -> Var | None:
     """Cast the MIL value of a tensor of bools between bool and int32; leave other values."""
     return mb.cast(x=var, dtype=dtype) if value.dtype is DType.BOOL and var is not None else var
 
 
 def to_storage(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
-    """Convert an array of an element type to its storage dtype.
-
-    Args:
-        array: Elements of ``dtype``, or to be cast to it.
-        dtype: Element type.
+    """Convert an array of an element type, or cast it to this type, to its storage dtype.
 
     Raises:
         GraphError: Integers of 64 bits that 32 bits cannot hold.

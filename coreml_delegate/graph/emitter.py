@@ -119,12 +119,7 @@ def unary(
 ) -> Callable[[Any, Value], Value]:
     """Return a method ``(self, x)`` that is an elementwise operation.
 
-    Args:
-        name: Its name.
-        compose: Makes MIL of a node.
-        result: Description of the result, for the docstring.
-        dtypes: Element types of ``x``.
-        is_test: Whether the result is bool, rather than of the type of ``x``.
+    Its docstring describes the ``result``, which is bool for a test, else of the type of ``x``.
     """
 
     def method(self: Emitter, x: Value) -> Value:
@@ -201,11 +196,7 @@ class Emitter:
     ) -> Value:
         """Add a node whose result has the broadcast shape of operands of one element type.
 
-        Args:
-            name: The operation.
-            operands: Values of this graph.
-            dtype: Element type of the result; None for the element type of the operands.
-            attributes: See ``emit``.
+        The result has their element type too, or ``dtype``.
 
         Raises:
             GraphError: Element types or shapes differ.
@@ -218,12 +209,12 @@ class Emitter:
     def trace(
         self, name: str, function: Callable[..., Any], types: Sequence[TensorType]
     ) -> Closure:
-        """Trace a Python function into a closure, by a call with new values.
+        """Trace a Python function into a closure, by a call with a new value for each type.
 
-        Args:
-            name: Name in messages.
-            function: Takes a value for each type; returns a value, or a sequence of values.
-            types: Types of its parameters.
+        The function returns a value, or a sequence of values; ``name`` is for messages.
+
+        Raises:
+            GraphError: The function returns something else.
         """
         outer, self.scope = self.scope, Scope(self.scope)
         try:

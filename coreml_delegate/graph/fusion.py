@@ -29,12 +29,7 @@ _GELU_CUBIC = 0.044715
 
 
 def fused_nodes(scope: Scope, results: Sequence[Value]) -> list[Node]:
-    """Return the nodes that compute values of a scope, in order, with layers fused.
-
-    Args:
-        scope: The scope.
-        results: The values.
-    """
+    """Return the nodes that compute values of a scope, in order, with layers fused."""
     nodes = [_fuse(node) for node in needed_nodes(scope, results)]
     needed = set(results)
     live_nodes: list[Node] = []

@@ -11,7 +11,7 @@ import numpy as np
 
 from coreml_delegate.formats.blob import Buffer as Bytes
 from coreml_delegate.formats.blob_layout import PACKAGE
-from coreml_delegate.graph.compose import Composer, Var, cast_storage, storage_shape
+from coreml_delegate.graph.compose import Composer, Var, cast_bool, cast_storage, storage_shape
 from coreml_delegate.graph.fusion import fused_nodes
 from coreml_delegate.graph.node import Scope, Value
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, linear
@@ -146,7 +146,7 @@ def _from_feature(value: Value, var: Var) -> Var:
     """Convert an input of the MIL function to the value's storage dtype and rank."""
     if not value.rank:
         var = mb.squeeze(x=var, axes=[0])
-    return mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
+    return cast_bool(value, var, "bool")
 
 
 def _from_state(value: Value, var: Var) -> Var:
@@ -166,9 +166,7 @@ def _to_state(c: Composer, value: Value) -> Var:
 
 def _to_feature(c: Composer, value: Value, name: str) -> Var:
     """Convert a value to an output of this name: bools become int32, rank 0 becomes 1."""
-    var = c.var(value)
-    if value.dtype is DType.BOOL:
-        var = mb.cast(x=var, dtype="int32")
+    var = cast_bool(value, c.var(value), "int32")
     if not value.rank:
         var = mb.expand_dims(x=var, axes=[0])
     # In Core ML, an output is not an input or a constant, and two outputs are two values.

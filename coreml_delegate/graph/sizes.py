@@ -51,13 +51,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def fold(name: str, type: TensorType, *operands: Value) -> tuple[Dim, ...] | None:
-    """Return the elements of a result if they are sizes, else None.
-
-    Args:
-        name: Name of an elementwise operation.
-        type: Type of the result.
-        operands: Its operands.
-    """
+    """Return the elements of an elementwise operation's result if they are sizes, else None."""
     if not type.dtype.is_integer or type.rank > 1 or name not in FUNCTIONS:
         return None
     parts: list[tuple[Dim, ...]] = []
@@ -86,10 +80,8 @@ def known_elements(
 ) -> tuple[Dim, ...] | None:
     """Return the elements of an integer result of at most 16, which may be a shape, or None.
 
-    Args:
-        function: Takes an object array for each value; returns the array of the result.
-        values: Operands.
-        dtype: Element type of the result; None for the first operand's.
+    The function takes an object array for each value, and returns the array of the result, whose
+    element type is ``dtype``, by default that of the first value.
     """
     element = dtype or values[0].dtype
     if not element.is_integer:

@@ -107,11 +107,9 @@ class View:
         return View(operand, axes, self.scope)
 
     def is_reduction_of(self, outer: View, dimensions: tuple[int, ...]) -> bool:
-        """Whether this view, reduced over ``dimensions``, is a reduction of ``outer``.
+        """Whether this view, reduced over ``dimensions`` of its value, is a reduction of ``outer``.
 
-        Args:
-            outer: A view with the same outer tensor.
-            dimensions: The dimensions of this view's value that the reduction removes.
+        Both views have the same outer tensor.
         """
         one, other = self.origin(), outer.origin()
         if not alike(one.value, other.value):

@@ -97,17 +97,10 @@ class Reader:
         return main_of(self.functions)
 
     def read(self, arguments: Sequence[Value]) -> list[Value]:
-        """Read the program.
-
-        Args:
-            arguments: The graph's values for the arguments of ``main``.
-
-        Returns:
-            The results of ``main``, tuples flattened.
+        """Read the program with these arguments of ``main``; return its results, flattened.
 
         Raises:
-            LoweringError: Something cannot be expressed; names the operation, and its location in
-                the source.
+            LoweringError: Something cannot be expressed; names the operation, and its location.
         """
         main = self.main
         try:
@@ -327,13 +320,7 @@ def argument_names(main: Mlir, functions: Mapping[str, Mlir]) -> list[str]:
 
 
 def result_names(main: Mlir, count: int, used_names: Sequence[str]) -> list[str]:
-    """Return names for the results of ``main``, from their paths in the result of JAX's function.
-
-    Args:
-        main: The function.
-        count: Number of results.
-        used_names: Names of the arguments.
-    """
+    """Return names for the results of ``main``: their paths in the result of JAX's function."""
     names = dict.fromkeys(used_names)
     infos = _argument_dictionaries(main, "res_attrs", count)
     for index, info in enumerate(infos):

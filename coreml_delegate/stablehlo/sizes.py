@@ -85,9 +85,7 @@ def _global_names(function: Mlir) -> list[str | None]:
 def compute(name: str, operands: Sequence[Sizes]) -> Sizes | None:
     """Return the result of an operation on sizes, or None if it is not arithmetic of sizes.
 
-    Args:
-        name: Name of the operation without its dialect.
-        operands: Elements of the operands; a single element is broadcast.
+    The name is without its dialect; an operand of a single element is broadcast.
     """
     if name == "concatenate":
         return tuple(size for operand in operands for size in operand)

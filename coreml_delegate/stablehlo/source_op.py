@@ -144,11 +144,7 @@ class SourceOp:
         raise self.refusal(f"operand {index} is no tensor")
 
     def value_clipped(self, index: int, side: str) -> Value:
-        """Return an operand; a constant beyond 32 bits on one side is clipped.
-
-        Args:
-            index: Position of the operand.
-            side: ``below`` or ``above``.
+        """Return an operand; a constant beyond 32 bits on one side, below or above, is clipped.
 
         Raises:
             UnsupportedOperatorError: See ``value``; or it is beyond 32 bits on the other side.

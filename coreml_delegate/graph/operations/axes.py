@@ -18,12 +18,7 @@ from coreml_delegate.mil.compose.movement import pad, take
 
 
 def sizes_of(name: str, sizes: Sequence[Any], least: int = 0) -> tuple[Dim, ...]:
-    """Return sizes as entries of a shape.
-
-    Args:
-        name: Name of the operation, for messages.
-        sizes: Ints, expressions, or dimensions.
-        least: The smallest size allowed.
+    """Return ints, expressions or dimensions, of ``least`` or more, as entries of a shape.
 
     Raises:
         GraphError: An entry is not a size, or too small.
@@ -66,10 +61,7 @@ class Axes:
 
     @classmethod
     def of(cls, kinds: Sequence[Any]) -> Axes:
-        """Return groups for a tensor, merging only if it has too many axes.
-
-        Args:
-            kinds: A kind for each axis. Neighbours of equal kinds, not None, may be merged.
+        """Return groups of neighbours of equal kinds, not None, if a tensor has too many axes.
 
         Raises:
             UnsupportedOperatorError: More than five groups.
@@ -112,14 +104,7 @@ class Axes:
 
 
 def permute(c: Composer, x: Var, shape: Sequence[Dim], order: Sequence[int]) -> Var:
-    """Return a tensor with permuted dimensions.
-
-    Args:
-        c: Composer.
-        x: Tensor.
-        shape: Shape of ``x``.
-        order: The dimension of ``x`` for each dimension of the result.
-    """
+    """Return ``x``, of a shape, with its dimensions in another order: ``order[n]`` becomes n."""
     new_shape = [shape[axis] for axis in order]
     long_axes = [axis for axis in order if shape[axis] != 1]
     if list(order) == sorted(order):
@@ -159,13 +144,10 @@ def _permute_runs(c: Composer, x: Var, sizes: Sequence[Dim], order: Sequence[int
 
 
 def arrange(x: Var, have: Sequence[Hashable], want: Sequence[Hashable]) -> Var:
-    """Return a tensor with its labelled axes in another order.
+    """Return a tensor with its axes, labelled ``have``, in the order of the labels ``want``.
 
-    Args:
-        x: Tensor.
-        have: Labels of the axes of ``x``.
-        want: Labels of the result's axes. Axes of ``x`` without a label in ``want`` have size 1
-            and are dropped; labels that ``x`` lacks become axes of size 1.
+    Axes without a label in ``want`` have size 1 and are dropped; labels that ``x`` lacks become
+    axes of size 1.
     """
     dropped = [axis for axis, label in enumerate(have) if label not in want]
     if dropped:
@@ -204,14 +186,7 @@ def clamp_index(c: Composer, x: Var, limits: Sequence[Dim]) -> Var:
 def transpose(
     c: Composer, x: Var, shape: Sequence[Dim], permutation: Sequence[int]
 ) -> tuple[Var, tuple[Dim, ...]]:
-    """Return a tensor with its axes in another order, and the new shape.
-
-    Args:
-        c: The composer.
-        x: The tensor, of shape ``shape``.
-        shape: Sizes of the graph, which may be symbols.
-        permutation: The axis of ``x`` for each axis of the result.
-    """
+    """Return ``x``, of a shape, with axis ``permutation[n]`` as axis n, and the new shape."""
     new_shape = tuple(shape[axis] for axis in permutation)
     long_axes = [axis for axis in permutation if shape[axis] != 1]
     if list(permutation) == sorted(permutation):
@@ -241,12 +216,7 @@ def join(values: Sequence[Var], axis: int) -> Var:
 def spread(c: Composer, x: Var, shape: Sequence[Dim], factors: Sequence[int], fill: Var) -> Var:
     """Dilate a tensor: its sizes become ``(size - 1) * factor + 1`` along each axis.
 
-    Args:
-        c: The composer.
-        x: The tensor, of shape ``shape``.
-        shape: Sizes of the graph, which may be symbols.
-        factors: For each axis, the new distance of neighbours, filled with ``fill``.
-        fill: The number, of rank 0.
+    The elements between neighbours are ``fill``, a number of rank 0.
     """
     sizes = list(shape)
     for axis, factor in enumerate(factors):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coreml_delegate.graph.node import Closure, Node, Value
-from coreml_delegate.graph.operations.comparison import MIRRORED
+from coreml_delegate.graph.operations.elementwise import MIRRORED
 
 # A stable sort keeps the order of equal elements, so that LE and GE are LT and GT.
 _ASCENDING = {"LT": True, "LE": True, "GT": False, "GE": False}
@@ -41,8 +41,7 @@ class _Argument:
 def sort_keys(closure: Closure) -> tuple[SortKey, ...] | None:
     """Return the keys of a comparator, the first key first; None for other functions.
 
-    Args:
-        closure: Takes two elements of each operand; returns whether the first elements go before.
+    A comparator takes two elements of each operand, and returns whether the first go before.
     """
     indices = {parameter: n for n, parameter in enumerate(closure.parameters)}
     (result,) = closure.results

@@ -247,10 +247,7 @@ def _require_rank_0(what: str, value: Value) -> None:
 def _copy_nodes(closure: Closure, scope: Scope, values: dict[Value, Value]) -> None:
     """Copy a closure's nodes to the end of a scope.
 
-    Args:
-        closure: The closure.
-        scope: The scope of the copies.
-        values: The value of ``scope`` for each value of the closure; the copies' results are added.
+    ``values`` has the value of the scope for each value of the closure; the copies are added.
     """
     for node in needed_nodes(closure.scope, closure.results):
         if node.results and node.results[0] in values:

@@ -249,10 +249,7 @@ class _Convolution:
 def _digits(x: Var, width: int, digit: int) -> list[Var]:
     """Return the digits of int32 values as fp32, lowest first; only the highest is signed.
 
-    Args:
-        x: The values.
-        width: Bits of a value.
-        digit: Bits of a digit.
+    Values have ``width`` bits, and digits ``digit`` bits.
     """
     digits = []
     for low in range(0, width, digit):

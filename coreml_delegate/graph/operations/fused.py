@@ -128,15 +128,7 @@ def _compose_dense(c: Composer, node: Node, x: Var, weight: Var, *bias: Var) -> 
 
 
 def linear(c: Composer, shape: Sequence[Dim], x: Var, weight: Var, bias: Var | None) -> Var:
-    """Return ``x @ weight.T + bias``.
-
-    Args:
-        c: The composer.
-        shape: Shape of ``x``: [..., size].
-        x: The features.
-        weight: [outputs, size].
-        bias: [outputs], or None.
-    """
+    """Return ``x @ weight.T + bias``: ``x`` of shape [..., size], [outputs, size], [outputs]."""
     is_constant = all(v is None or _is_constant(v) for v in (weight, bias))
     if not is_constant and len(shape) > MOST_AXES:
         y = linear(c, (1, shape[-1]), c.reshape(x, (-1, shape[-1])), weight, bias)
@@ -180,15 +172,8 @@ def attention(
 ) -> Var:
     """Return ``softmax(query @ key.T * scale + mask) @ value``, of the last two dimensions.
 
-    Args:
-        c: The composer.
-        dtype: Element type.
-        query: [..., L, E].
-        key: [..., S, E].
-        value: [..., S, EV].
-        masks: At most one, [..., L, S], or sizes of 1 instead: bool, true where a key takes part,
-            or a summand.
-        scale: Factor.
+    Shapes are [..., L, E], [..., S, E] and [..., S, EV]. There is at most one mask, [..., L, S], or
+    sizes of 1 instead: bool, true where a key takes part, or a summand.
     """
     number = dtype.storage_numpy.type
     op_scale = 1 / math.sqrt(query.shape[-1])
@@ -211,13 +196,10 @@ def attention(
 
 
 def hide(dtype: DType, flag: Var, added: Var | None, score: float) -> Var:
-    """Return a mask to add to scores: ``added`` where a flag is true, else ``score``.
+    """Return a mask to add to scores: ``added``, or 0, where a flag is true, else ``score``.
 
-    Args:
-        dtype: Element type of the scores.
-        flag: True where a score is visible.
-        added: Summand of visible scores, or None; its shape and the flag's may broadcast.
-        score: Summand of hidden scores: -infinity, or so low that it replaces them.
+    The shapes of ``added`` and of the flag may broadcast. The score is -infinity, or so low that it
+    replaces the scores that it is added to.
     """
     number = dtype.storage_numpy.type
     # coremltools infers a scalar for ``select`` of two scalars, whatever the condition's shape.

@@ -116,12 +116,7 @@ class _Merged:
         return max(map(len, (self.shape, self.indices_shape, self.slices_shape)))
 
     def original_order(self, numbers: DimensionNumbers, rank: int) -> list[int]:
-        """Return the position in the unmerged slices of each dimension of the original slices.
-
-        Args:
-            numbers: Original dimension numbers.
-            rank: Rank of the original slices.
-        """
+        """Return the position in the unmerged slices of each dimension of slices of this rank."""
         batch = iter(sorted(self.batch))
         windows = iter(range(len(self.batch), rank))
         return [

@@ -256,9 +256,7 @@ class Lookup:
     def offsets(self, c: Composer, rows: Sequence[int]) -> Var | None:
         """Return the offsets of a window's elements from its start: a vector; None if it has one.
 
-        Args:
-            c: Composer.
-            rows: Dimensions that are merged to one.
+        The dimensions ``rows`` are merged to one.
         """
         windows = self.windows(rows)
         total: Var | None = None

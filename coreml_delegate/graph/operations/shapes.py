@@ -326,12 +326,7 @@ class Shapes(Emitter):
 
 
 def known_sizes(name: str, value: Value, default: Sequence[Dim] | None = None) -> tuple[Dim, ...]:
-    """Return the elements of a vector of sizes.
-
-    Args:
-        name: Name of the operation, for messages.
-        value: Vector of integers.
-        default: The sizes if the elements of ``value`` are unknown.
+    """Return the elements of a vector of sizes, or ``default`` if they are unknown.
 
     Raises:
         GraphError: It is not a vector of integers, or its elements are unknown without a default.

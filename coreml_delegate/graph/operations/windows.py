@@ -21,7 +21,7 @@ from coreml_delegate.graph.bodies import (
     scalar_types,
     trace_body,
 )
-from coreml_delegate.graph.compose import Composer, Var, const
+from coreml_delegate.graph.compose import Composer, Var, cast_bool, const
 from coreml_delegate.graph.emitter import Emitter, operation, same_shape
 from coreml_delegate.graph.node import Closure, Node, Value, as_tuple
 from coreml_delegate.graph.operations.axes import reshape, spread, transpose
@@ -244,7 +244,8 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
         if best is None:
             best, offset = current, const(np.full(grid, corner_offset, np.int32))
         else:
-            keep = c.call(node.closures["select"], _as_bools(node, [best, current]))[0]
+            pair = [cast_bool(node.operands[0], var, "bool") for var in (best, current)]
+            keep = c.call(node.closures["select"], pair)[0]
             keep = _only_where(keep, covered, inside)
             best = mb.select(cond=keep, a=best, b=current)
             offset = mb.select(cond=keep, a=offset, b=const(np.full(grid, corner_offset, np.int32)))
@@ -261,11 +262,6 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
         end = const(np.full(grid, math.prod(shape), np.int32))
         positions = mb.select(cond=const(np.broadcast_to(covered, grid)), a=positions, b=end)
     return c.reshape(positions, (math.prod(grid),)), bool(covered.all())
-
-
-def _as_bools(node: Node, values: list[Var]) -> list[Var]:
-    is_bool = node.types[0].dtype is DType.BOOL
-    return [mb.cast(x=x, dtype="bool") for x in values] if is_bool else values
 
 
 def _inside(

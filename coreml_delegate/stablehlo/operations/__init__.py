@@ -10,7 +10,6 @@ from coreml_delegate.graph import emitter as graph
 from coreml_delegate.stablehlo.operations import (
     computing,
     control,
-    custom_calls,
     elementwise,
     shapes,
 )
@@ -18,7 +17,7 @@ from coreml_delegate.stablehlo.parse import QUANTIZED
 from coreml_delegate.stablehlo.source_op import Rule
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {**elementwise.RULES, **shapes.RULES, **computing.RULES, **control.RULES, **custom_calls.RULES}
+    {**elementwise.RULES, **shapes.RULES, **computing.RULES, **control.RULES}
 )
 """The rule of every supported operation by name."""
 

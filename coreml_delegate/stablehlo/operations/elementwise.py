@@ -9,7 +9,7 @@ import numpy as np
 
 from coreml_delegate.graph import DType, Value
 from coreml_delegate.graph.emitter import same_shape
-from coreml_delegate.graph.operations.comparison import MIRRORED
+from coreml_delegate.graph.operations.elementwise import MIRRORED
 from coreml_delegate.graph.tensor_types import Dim
 from coreml_delegate.stablehlo.source_op import (
     Operand,

@@ -16,7 +16,7 @@ from coreml_delegate.graph.node import Node, OperationRecord, Scope, Value
 from coreml_delegate.graph.operations.fused import attention, hide
 from coreml_delegate.graph.patterns import Pattern, softmax_of
 from coreml_delegate.graph.tensor_types import FLOATS
-from coreml_delegate.graph.views import View, number
+from coreml_delegate.graph.views import View, number, scaled_operand
 from coreml_delegate.mil.compose import mb
 
 # The highest score of a hidden position: added to another score, it has to outweigh that score.
@@ -345,40 +345,29 @@ def _read_addition(scores: _Scores, node: Node) -> bool:
 def _is_product(view: View) -> bool:
     view = view.origin()
     while view.name in ("multiply", "divide"):
-        operand_and_factor = _operand_and_factor(view.value.node)
-        if operand_and_factor is None:
+        scaled = scaled_operand(view.value.node)
+        if scaled is None:
             return False
-        view = view.operand(operand_and_factor[0]).origin()
+        view = view.operand(scaled[0]).origin()
     return view.name == "dot_general"
 
 
 def _read_scaling(scores: _Scores, node: Node) -> bool:
-    operand_and_factor = _operand_and_factor(node)
-    if operand_and_factor is None:
+    scaled = scaled_operand(node)
+    if scaled is None:
         return False
-    scores.scale *= operand_and_factor[1]
-    scores.product = scores.product.operand(operand_and_factor[0]).origin()
+    scores.scale *= scaled[1]
+    scores.product = scores.product.operand(scaled[0]).origin()
     return True
-
-
-def _operand_and_factor(node: Node) -> tuple[Value, float] | None:
-    """Return x and k of ``x * k`` or ``x / (1 / k)``, where k is a number; else None."""
-    one, other = node.operands
-    factor = number(other)
-    if factor is None and node.name == "multiply":
-        one, factor = other, number(one)
-    if not factor or not math.isfinite(factor) or one.type != node.type:
-        return None
-    return one, (1 / factor if node.name == "divide" else factor)
 
 
 def _split_factor(value: Value, scope: Scope) -> tuple[Value, float]:
     """Return x and k of a value ``x * k``; k is 1 for other values."""
     node = value.node
     if node.scope is scope and node.name in ("multiply", "divide"):
-        operand_and_factor = _operand_and_factor(node)
-        if operand_and_factor is not None:
-            return operand_and_factor
+        scaled = scaled_operand(node)
+        if scaled is not None:
+            return scaled
     return value, 1.0
 
 

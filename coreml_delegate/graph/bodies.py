@@ -5,14 +5,15 @@ A body is a function of scalars. As its operations are elementwise, it is also t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from coreml_delegate.graph.compose import Composer, Var, to_storage
+from coreml_delegate.graph.compose import Composer, Var, cast_bool, in_order, to_storage, wrap
 from coreml_delegate.graph.emitter import Emitter
 from coreml_delegate.graph.node import Closure, Value, require_elementwise
+from coreml_delegate.graph.operations.elementwise import MIRRORED, OPS
 from coreml_delegate.graph.tensor_types import DType, TensorType
 from coreml_delegate.mil.compose import mb
 
@@ -20,22 +21,12 @@ KINDS = ("add", "multiply", "maximum", "minimum", "and", "or", "xor")
 """Commutative and associative operations that a body may be."""
 
 _COMMUTATIVE = frozenset({*KINDS, "equal", "not_equal"})
-_COMPARISONS = {
-    "EQ": "equal",
-    "NE": "not_equal",
-    "LT": "less",
-    "LE": "less_equal",
-    "GT": "greater",
-    "GE": "greater_equal",
-}
-_MIRRORED = {"less": "greater", "less_equal": "greater_equal"}
 
 
 def known_kinds(body: Closure) -> tuple[str, ...] | None:
-    """Return each result's operation; None if a result is not ``op(accumulator, element)``.
+    """Return the operation of each result of a body of accumulators, then as many elements.
 
-    Args:
-        body: Takes accumulators, then as many elements.
+    None if a result is not ``op(accumulator, element)``.
     """
     count = len(body.results)
     kinds: list[str] = []
@@ -82,9 +73,10 @@ def _form(value: Value, names: Mapping[Value, str]) -> str:
     name = node.name
     parts = [_form(operand, names) for operand in node.operands]
     if name == "compare":
-        name = _COMPARISONS[node["direction"]]
-    if name in _MIRRORED:
-        name, parts = _MIRRORED[name], parts[::-1]
+        direction = node["direction"]
+        if direction in ("LT", "LE"):
+            direction, parts = MIRRORED[direction], parts[::-1]
+        name = OPS[direction]
     return _sorted_call(name, *parts) if name in _COMMUTATIVE else f"{name}({', '.join(parts)})"
 
 
@@ -92,45 +84,25 @@ def _sorted_call(name: str, *parts: str) -> str:
     return f"{name}({', '.join(sorted(parts))})"
 
 
+def scalar_types(values: Sequence[Value]) -> list[TensorType]:
+    """Return the types of elements of values."""
+    return [TensorType(value.dtype, ()) for value in values]
+
+
 def trace_body(
-    emitter: Emitter, name: str, body: Any, values: Sequence[Value], returns: Any = None
-) -> Closure:
-    """Trace a body of scalars: an accumulator for each of ``values``, then an element for each.
-
-    Args:
-        emitter: Adds the nodes.
-        name: Name in messages.
-        body: The function.
-        values: The values whose elements it combines.
-        returns: Element types of its results; None for the element types of ``values``.
-
-    Raises:
-        GraphError: It returns other types.
-    """
-    scalars = [TensorType(value.dtype, ()) for value in values]
-    closure = emitter.trace(name, body, [*scalars, *scalars])
-    result_types = scalars if returns is None else [TensorType(dtype, ()) for dtype in returns]
-    closure.check([*scalars, *scalars], result_types)
-    return closure
-
-
-def trace_wide(
     emitter: Emitter, name: str, body: Any, types: Sequence[TensorType], returns: Any = None
 ) -> Closure:
-    """Trace a body of scalars with tensors, which it combines element by element.
+    """Trace a body of an accumulator for each of ``types``, then an element for each.
 
-    Args:
-        emitter: Adds the nodes.
-        name: Name in messages.
-        body: A function of scalars.
-        types: Types of the accumulators, which are also the types of the elements.
-        returns: Element types of the results; None for the element types of ``types``.
+    It is a function of scalars, also traced with tensors, which it combines element by element.
+    Its results have the element types ``returns``, by default those of the accumulators.
 
     Raises:
-        GraphError: The body has operations that are not elementwise.
+        GraphError: It returns other types, or has operations on tensors that are not elementwise.
     """
     closure = emitter.trace(name, body, [*types, *types])
-    require_elementwise(name, closure)
+    if types[0].rank:
+        require_elementwise(name, closure)
     dtypes = [type.dtype for type in types] if returns is None else returns
     closure.check([*types, *types], [types[0].with_dtype(dtype) for dtype in dtypes])
     return closure
@@ -140,21 +112,17 @@ def identity_element(kind: str, dtype: DType) -> np.generic:
     """Return e with ``kind(x, e) == x`` for every x, in the storage dtype."""
     if dtype is DType.BOOL:
         return np.bool_(kind in ("and", "minimum", "multiply"))
+    number: Any = {"multiply": 1, "and": -1}.get(kind, 0)
     if kind in ("maximum", "minimum"):
-        if dtype.is_float:
-            number: Any = np.float32(-np.inf if kind == "maximum" else np.inf)
-        else:
-            narrow = dtype.numpy if dtype.bits < 64 else np.dtype(np.int32)
-            bounds = np.iinfo(narrow)
-            number = narrow.type(bounds.min if kind == "maximum" else bounds.max)
-    else:
-        number = dtype.numpy.type({"multiply": 1, "and": 0}.get(kind, 0))
-        if kind == "and":
-            number = ~number
-            if dtype.bits == 64:
-                return np.int32(-1)
+        narrow = dtype.numpy if dtype.bits < 64 else np.dtype(np.int32)
+        least, most = (-np.inf, np.inf) if dtype.is_float else _bounds(narrow)
+        number = least if kind == "maximum" else most
     stored: np.generic = to_storage(np.asarray(number), dtype).flat[0]
     return stored
+
+
+def _bounds(dtype: np.dtype[Any]) -> tuple[int, int]:
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
 
 
 def is_identity(kind: str, value: Value) -> bool:
@@ -182,6 +150,13 @@ def combine(kind: str, dtype: DType, x: Var, y: Var) -> Var:
     return getattr(mb, op)(x=x, y=y)
 
 
+def by_kind(kind: str, dtype: DType, function: Callable[..., Var], *values: Var) -> Var:
+    """Apply a function of a kind to MIL values: extrema in the order of ``dtype``, others wrap."""
+    if kind in ("maximum", "minimum"):
+        return in_order(function, dtype, *values)
+    return wrap(function(*values), dtype)
+
+
 def is_composable(kind: str, dtype: DType) -> bool:
     """Whether ``combine`` has this kind: all but the bitwise operations on integers."""
     return dtype is DType.BOOL or kind not in ("and", "or", "xor")
@@ -190,11 +165,10 @@ def is_composable(kind: str, dtype: DType) -> bool:
 def call_wide(c: Composer, closure: Closure, values: Sequence[Var]) -> list[Var]:
     """Call a closure with tensors, and return its results; bools are stored as int32."""
     arguments = [
-        mb.cast(x=var, dtype="bool") if parameter.dtype is DType.BOOL else var
+        cast_bool(parameter, var, "bool")
         for parameter, var in zip(closure.parameters, values, strict=True)
     ]
     returned = c.call(closure, arguments)
     return [
-        mb.cast(x=var, dtype="int32") if value.dtype is DType.BOOL else var
-        for value, var in zip(closure.results, returned, strict=True)
+        cast_bool(value, var, "int32") for value, var in zip(closure.results, returned, strict=True)
     ]

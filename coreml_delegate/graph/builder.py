@@ -16,19 +16,18 @@ from coreml_delegate.graph.executable import Executable, Settings
 from coreml_delegate.graph.mil_program import Graph, package_files
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.bits import Bits
-from coreml_delegate.graph.operations.comparison import Comparison
 from coreml_delegate.graph.operations.contraction import Contraction
 from coreml_delegate.graph.operations.control import Control
 from coreml_delegate.graph.operations.convolution import Convolution
 from coreml_delegate.graph.operations.elementwise import Elementwise
 from coreml_delegate.graph.operations.indexing import Indexing
-from coreml_delegate.graph.operations.normalization import Normalization
 from coreml_delegate.graph.operations.quantized import Quantized
 from coreml_delegate.graph.operations.reduction import Reduction
 from coreml_delegate.graph.operations.shapes import Shapes
 from coreml_delegate.graph.operations.slicing import Slicing
 from coreml_delegate.graph.operations.sorting import Sorting
 from coreml_delegate.graph.operations.windows import Windows
+from coreml_delegate.graph.sizes import MOST_KNOWN
 from coreml_delegate.graph.tensor_types import (
     ALL,
     Dim,
@@ -80,7 +79,7 @@ def _compose_constant(_: Composer, node: Node) -> Var:
 
 def _compose_size(c: Composer, node: Node) -> Var:
     size = c.size(node["size"])
-    return const(np.int32(size)) if isinstance(size, int) else size
+    return const(size) if isinstance(size, np.integer) else size
 
 
 def _compose_parameter(*_: Any) -> Any:
@@ -89,13 +88,11 @@ def _compose_parameter(*_: Any) -> Any:
 
 class Builder(
     Bits,
-    Comparison,
     Contraction,
     Control,
     Convolution,
     Elementwise,
     Indexing,
-    Normalization,
     Quantized,
     Reduction,
     Shapes,
@@ -307,7 +304,7 @@ class Builder(
 
 
 def _known_sizes(stored: np.ndarray[Any, Any], dtype: DType) -> tuple[Dim, ...] | None:
-    """Return the elements of an array of at most 16 integers, which may be a shape; else None."""
-    if not dtype.is_integer or stored.ndim > 1 or stored.size > 16:
+    """Return the elements of a small array of integers, which may be a shape; else None."""
+    if not dtype.is_integer or stored.ndim > 1 or stored.size > MOST_KNOWN:
         return None
     return tuple(int(element) for element in stored.reshape(-1))

@@ -8,6 +8,7 @@ tensors. A value of more than five dimensions is flattened, because Core ML has 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import sympy
 
 from coreml_delegate.errors import GraphError, UnsupportedOperatorError
-from coreml_delegate.graph.node import Closure, Node, Scope, Value, needed_nodes
+from coreml_delegate.graph.node import Closure, Node, Scope, Value, as_tuple, needed_nodes
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, linear, simplify
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.targets import Opset
@@ -27,6 +28,9 @@ MOST_AXES = 5
 """The highest rank of a tensor in Core ML."""
 
 _INT_MIN = np.int32(-(2**31))
+
+
+_SIZE_OPS = {sympy.Add: "add", sympy.Mul: "mul", sympy.Max: "maximum", sympy.Min: "minimum"}
 
 
 class Composer:
@@ -66,9 +70,7 @@ class Composer:
         for node in nodes:
             if node.results and node.results[0] in self._vars:
                 continue
-            returned = self._compose_node(node)
-            results = returned if isinstance(returned, tuple) else (returned,)
-            for value, var in zip(node.results, results, strict=True):
+            for value, var in zip(node.results, self._compose_node(node), strict=True):
                 self.bind(value, None if value.type.is_empty else var)
 
     def call(self, closure: Closure, arguments: Sequence[Var | None]) -> tuple[Var | None, ...]:
@@ -84,29 +86,21 @@ class Composer:
             # Another call has other arguments, and values of a nested block end with it.
             self._vars, self._sizes = outer_vars, outer_sizes
 
-    def _compose_node(self, node: Node) -> Any:
+    def _compose_node(self, node: Node) -> tuple[Var | None, ...]:
         compose = node.record.compose
         if compose is None:
             raise AssertionError(f"{node.name} is made of other operations")
         if node.results and all(value.type.is_empty for value in node.results):
             return (None,) * len(node.results)
         operands = [self._vars[operand] for operand in node.operands]
-        if not (node.record.moves_data and _has_bool(node)):
-            return compose(self, node, *operands)
-        # Hardly any op of MIL moves bools.
-        as_integers = [
-            mb.cast(x=var, dtype="int32")
-            if operand.dtype is DType.BOOL and var is not None
-            else var
-            for operand, var in zip(node.operands, operands, strict=True)
-        ]
-        returned = compose(self, node, *as_integers)
-        results = returned if isinstance(returned, tuple) else (returned,)
-        as_bools = tuple(
-            mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
-            for value, var in zip(node.results, results, strict=True)
-        )
-        return as_bools if isinstance(returned, tuple) else as_bools[0]
+        if node.record.moves_data:  # hardly any op of MIL moves bools
+            pairs = zip(node.operands, operands, strict=True)
+            operands = [cast_bool(*pair, "int32") for pair in pairs]
+        results = as_tuple(compose(self, node, *operands))
+        if not node.record.moves_data:
+            return results
+        pairs = zip(node.results, results, strict=True)
+        return tuple(cast_bool(*pair, "bool") for pair in pairs)
 
     # Constants and sizes
 
@@ -119,24 +113,21 @@ class Composer:
             return const(np.full(like.static_shape, scalar, like.dtype.storage_numpy))
         return mb.fill(shape=self.shape(storage_shape(like.shape)), value=scalar)
 
-    def size(self, size: Dim) -> Var | int:
-        """Return a size: an int, or an int32 of rank 0 computed from a parameter's shape."""
-        if isinstance(size, int):
-            return size
-        return self._expression(sympy.expand(size))
+    def size(self, size: Dim) -> Any:
+        """Return a size: a number, or an int32 of rank 0 computed from a parameter's shape."""
+        return np.int32(size) if isinstance(size, int) else self._expression(sympy.expand(size))
+
+    def vector(self, sizes: Sequence[Dim]) -> Any:
+        """Return sizes as an int32 vector: an array, or computed from shapes of parameters."""
+        if all(isinstance(size, int) for size in sizes):
+            return np.array(sizes, np.int32)
+        return join([self.size(size) for size in sizes])
 
     def shape(self, shape: Sequence[Dim]) -> Any:
         """Return a shape as an argument of ops: a list of ints, or an int32 tensor of rank 1."""
         if all(isinstance(size, int) for size in shape):
             return [int(size) for size in shape]
-        parts = [self.size(size) for size in shape]
-        vectors = [
-            const(np.array([part], np.int32))
-            if isinstance(part, int)
-            else mb.expand_dims(x=part, axes=[0])
-            for part in parts
-        ]
-        return vectors[0] if len(vectors) == 1 else mb.concat(values=vectors, axis=0)
+        return self.vector(shape)
 
     def _read_size(self, size: sympy.Symbol) -> Var:
         """Return a symbol's size, read from a bound value: ``size = slope * symbol + offset``."""
@@ -158,29 +149,18 @@ class Composer:
             return self._read_size(size)
         if size.is_Integer:
             return mb.const(val=np.int32(int(size)))
-        functions: dict[Any, tuple[Callable[..., Var], Any]] = {
-            sympy.Add: (lambda x, y: mb.add(x=x, y=y), 0),
-            sympy.Mul: (lambda x, y: mb.mul(x=x, y=y), 1),
-            sympy.Max: (lambda x, y: mb.maximum(x=x, y=y), None),
-            sympy.Min: (lambda x, y: mb.minimum(x=x, y=y), None),
-        }
-        if size.func in functions:
-            combine, _ = functions[size.func]
-            result, *operands = (self._expression(part) for part in size.args)
-            for operand in operands:
-                result = combine(result, operand)
-            return result
+        if size.func in _SIZE_OPS:
+            op = getattr(mb, _SIZE_OPS[size.func])
+            parts = [self._expression(part) for part in size.args]
+            return functools.reduce(lambda x, y: op(x=x, y=y), parts)
         if isinstance(size, sympy.floor):
             top, bottom = sympy.fraction(sympy.together(size.args[0]))
             return mb.floor_div(x=self._expression(top), y=self._expression(bottom))
         if isinstance(size, sympy.Mod):
             return mb.mod(x=self._expression(size.args[0]), y=self._expression(size.args[1]))
         if isinstance(size, sympy.Pow) and isinstance(size.args[1], sympy.Integer):
-            base, exponent = self._expression(size.args[0]), int(size.args[1])
-            power = base
-            for _ in range(exponent - 1):
-                power = mb.mul(x=power, y=base)
-            return power
+            factors = [self._expression(size.args[0])] * int(size.args[1])
+            return functools.reduce(lambda x, y: mb.mul(x=x, y=y), factors)
         raise UnsupportedOperatorError("a size cannot be computed in Core ML", got=str(size))
 
     # Shapes
@@ -214,20 +194,12 @@ class Composer:
         ]
         if not any(repeated):
             return x
-        if all(isinstance(size, int) for size in shape):
-            reps = [int(w) if r else 1 for w, r in zip(shape, repeated, strict=True)]
-            return mb.tile(x=x, reps=reps)
         reps = self.shape([w if r else 1 for w, r in zip(shape, repeated, strict=True)])
         return mb.tile(x=x, reps=reps)
 
 
 def const(array: Any, dtype: DType | None = None) -> Var:
-    """Return a constant.
-
-    Args:
-        array: Elements of ``dtype``, or of its storage dtype.
-        dtype: Element type of the graph; None if the array has the storage dtype.
-    """
+    """Return a constant of elements of ``dtype``, or of its storage dtype if that is None."""
     array = np.asarray(array)
     data = array if dtype is None else to_storage(array, dtype)
     if data.ndim > MOST_AXES:
@@ -235,6 +207,17 @@ def const(array: Any, dtype: DType | None = None) -> Var:
     if data.ndim == 0:
         return mb.const(val=data[()])
     return mb.const(val=np.ascontiguousarray(data))
+
+
+def join(parts: Sequence[Any]) -> Var:
+    """Concatenate int32 numbers, constant or computed, to a vector."""
+    vectors = [
+        const(np.array([part], np.int32))
+        if isinstance(part, int | np.integer)
+        else mb.expand_dims(x=part, axes=[0])
+        for part in parts
+    ]
+    return vectors[0] if len(vectors) == 1 else mb.concat(values=vectors, axis=0)
 
 
 def convert(x: Var, source: DType, target: DType) -> Var:
@@ -281,6 +264,11 @@ def ordered(x: Var, dtype: DType) -> Var:
     return mb.add(x=x, y=_INT_MIN) if dtype is DType.UINT32 else x
 
 
+def in_order(function: Callable[..., Var], dtype: DType, *values: Var) -> Var:
+    """Return a maximum, minimum or clamp of values, which are compared as ``dtype``."""
+    return ordered(function(*(ordered(value, dtype) for value in values)), dtype)
+
+
 def _unsigned_to_float(x: Var, target: DType) -> Var:
     # high * 2**16 + low, where both are unsigned halves.
     high = mb.floor_div(x=x, y=np.int32(1 << 16))
@@ -315,16 +303,13 @@ def storage_shape(shape: Sequence[Dim]) -> tuple[Dim, ...]:
     return (simplify(count),)
 
 
-def _has_bool(node: Node) -> bool:
-    return any(value.dtype is DType.BOOL for value in (*node.operands, *node.results))
+def cast_bool(value: Value, var: Var | None, dtype: str) -> Var | None:
+    """Cast the MIL value of a tensor of bools between bool and int32; leave other values."""
+    return mb.cast(x=var, dtype=dtype) if value.dtype is DType.BOOL and var is not None else var
 
 
 def to_storage(array: np.ndarray[Any, Any], dtype: DType) -> np.ndarray[Any, Any]:
-    """Convert an array of an element type to its storage dtype.
-
-    Args:
-        array: Elements of ``dtype``, or to be cast to it.
-        dtype: Element type.
+    """Convert an array of an element type, or cast it to this type, to its storage dtype.
 
     Raises:
         GraphError: Integers of 64 bits that 32 bits cannot hold.

@@ -12,7 +12,15 @@ import sympy
 
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import Composer, Var
-from coreml_delegate.graph.node import Closure, Compose, Node, OperationRecord, Scope, Value
+from coreml_delegate.graph.node import (
+    Closure,
+    Compose,
+    Node,
+    OperationRecord,
+    Scope,
+    Value,
+    as_tuple,
+)
 from coreml_delegate.graph.sizes import fold
 from coreml_delegate.graph.tensor_types import ALL, FLOATS, Dim, DType, TensorType, simplify
 from coreml_delegate.mil.compose import mb
@@ -111,12 +119,7 @@ def unary(
 ) -> Callable[[Any, Value], Value]:
     """Return a method ``(self, x)`` that is an elementwise operation.
 
-    Args:
-        name: Its name.
-        compose: Makes MIL of a node.
-        result: Description of the result, for the docstring.
-        dtypes: Element types of ``x``.
-        is_test: Whether the result is bool, rather than of the type of ``x``.
+    Its docstring describes the ``result``, which is bool for a test, else of the type of ``x``.
     """
 
     def method(self: Emitter, x: Value) -> Value:
@@ -193,11 +196,7 @@ class Emitter:
     ) -> Value:
         """Add a node whose result has the broadcast shape of operands of one element type.
 
-        Args:
-            name: The operation.
-            operands: Values of this graph.
-            dtype: Element type of the result; None for the element type of the operands.
-            attributes: See ``emit``.
+        The result has their element type too, or ``dtype``.
 
         Raises:
             GraphError: Element types or shapes differ.
@@ -210,18 +209,17 @@ class Emitter:
     def trace(
         self, name: str, function: Callable[..., Any], types: Sequence[TensorType]
     ) -> Closure:
-        """Trace a Python function into a closure, by a call with new values.
+        """Trace a Python function into a closure, by a call with a new value for each type.
 
-        Args:
-            name: Name in messages.
-            function: Takes a value for each type; returns a value, or a sequence of values.
-            types: Types of its parameters.
+        The function returns a value, or a sequence of values; ``name`` is for messages.
+
+        Raises:
+            GraphError: The function returns something else.
         """
         outer, self.scope = self.scope, Scope(self.scope)
         try:
             parameters = tuple(self.emit("argument", (), t) for t in types)
-            returned = function(*parameters)
-            results = (returned,) if isinstance(returned, Value) else tuple(returned)
+            results = as_tuple(function(*parameters))
             for result in results:
                 if not isinstance(result, Value):
                     raise GraphError(

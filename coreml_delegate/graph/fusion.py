@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from coreml_delegate.graph.attention import attention_of
 from coreml_delegate.graph.emitter import OPERATIONS
@@ -30,12 +29,7 @@ _GELU_CUBIC = 0.044715
 
 
 def fused_nodes(scope: Scope, results: Sequence[Value]) -> list[Node]:
-    """Return the nodes that compute values of a scope, in order, with layers fused.
-
-    Args:
-        scope: The scope.
-        results: The values.
-    """
+    """Return the nodes that compute values of a scope, in order, with layers fused."""
     nodes = [_fuse(node) for node in needed_nodes(scope, results)]
     needed = set(results)
     live_nodes: list[Node] = []
@@ -177,5 +171,3 @@ _PATTERNS: Mapping[str, Sequence[Callable[[Node], Pattern | None]]] = {
     "while": (lstm_of,),
 }
 """Patterns by the name of the node that computes the layer's result."""
-
-__all__: list[Any] = ["fused_nodes"]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import sympy
 
 from coreml_delegate.formats.blob import Buffer as Bytes
 from coreml_delegate.formats.blob_layout import PACKAGE
-from coreml_delegate.graph.compose import Composer, Var, cast_storage, storage_shape
+from coreml_delegate.graph.compose import Composer, Var, cast_bool, cast_storage, storage_shape
 from coreml_delegate.graph.fusion import fused_nodes
 from coreml_delegate.graph.node import Scope, Value
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, linear
@@ -110,15 +110,15 @@ def _keywords(graph: Graph) -> dict[str, Any]:
 
 
 def _placeholders(graph: Graph) -> dict[str, Any]:
-    from coremltools.converters.mil.mil import types
+    from coremltools.converters.mil.mil import get_new_symbol, types
 
-    symbols: dict[sympy.Expr, Any] = {}
-    placeholders = {
-        name: mb.placeholder(
-            shape=_placeholder_shape(value, symbols), dtype=_feature_dtype(value.dtype), name=name
-        )
-        for name, value in graph.features.items()
-    }
+    symbols: defaultdict[Dim, Any] = defaultdict(get_new_symbol)
+    placeholders: dict[str, Any] = {}
+    for name, value in graph.features.items():
+        sizes = storage_shape(value.shape) or (1,)
+        shape = [size if isinstance(size, int) else symbols[size] for size in sizes]
+        dtype = _feature_dtype(value.dtype)
+        placeholders[name] = mb.placeholder(shape=shape, dtype=dtype, name=name)
     for name, (value, _) in graph.states.items():
         shape = storage_shape(value.type.static_shape) or (1,)
         placeholders[name] = mb.state_tensor_placeholder(shape=shape, dtype=types.fp16)
@@ -130,19 +130,6 @@ def _feature_dtype(dtype: DType) -> Any:
     from coremltools.converters.mil.mil import types
 
     return types.int32 if dtype is DType.BOOL else getattr(types, dtype.storage_dtype)
-
-
-def _placeholder_shape(value: Value, symbols: dict[sympy.Expr, Any]) -> list[Any]:
-    from coremltools.converters.mil.mil import get_new_symbol
-
-    shape: list[Any] = []
-    for size in storage_shape(value.shape) or (1,):
-        if isinstance(size, sympy.Expr):
-            symbols[size] = symbols.get(size) or get_new_symbol()
-            shape.append(symbols[size])
-        else:
-            shape.append(size)
-    return shape
 
 
 def _range(ct: Any, size: Dim, dimensions: Mapping[str, Dimension]) -> Any:
@@ -159,7 +146,7 @@ def _from_feature(value: Value, var: Var) -> Var:
     """Convert an input of the MIL function to the value's storage dtype and rank."""
     if not value.rank:
         var = mb.squeeze(x=var, axes=[0])
-    return mb.cast(x=var, dtype="bool") if value.dtype is DType.BOOL else var
+    return cast_bool(value, var, "bool")
 
 
 def _from_state(value: Value, var: Var) -> Var:
@@ -179,9 +166,7 @@ def _to_state(c: Composer, value: Value) -> Var:
 
 def _to_feature(c: Composer, value: Value, name: str) -> Var:
     """Convert a value to an output of this name: bools become int32, rank 0 becomes 1."""
-    var = c.var(value)
-    if value.dtype is DType.BOOL:
-        var = mb.cast(x=var, dtype="int32")
+    var = cast_bool(value, c.var(value), "int32")
     if not value.rank:
         var = mb.expand_dims(x=var, axes=[0])
     # In Core ML, an output is not an input or a constant, and two outputs are two values.

@@ -164,6 +164,11 @@ class Closure:
             _check_types(f"results of {self.name!r}", self.results, returns)
 
 
+def as_tuple(values: Any) -> tuple[Any, ...]:
+    """Return a value, or a sequence of values, as a tuple."""
+    return tuple(values) if isinstance(values, tuple | list) else (values,)
+
+
 def require_elementwise(name: str, closure: Closure) -> None:
     """Refuse a closure unless all its operations are elementwise.
 

@@ -9,7 +9,16 @@ from typing import Any
 
 from coreml_delegate.graph.compose import MOST_AXES
 from coreml_delegate.graph.node import Node, OperationRecord, Scope, Value
-from coreml_delegate.graph.views import View, alike, factors, is_number, number, truth
+from coreml_delegate.graph.views import (
+    View,
+    alike,
+    factors,
+    is_number,
+    number,
+    operands_of,
+    scaled_operand,
+    truth,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +42,21 @@ def softmax_of(node: Node) -> tuple[Value, int] | None:
     """Return x and axis of a softmax, ``e / sum(e)`` with ``e = exp(x - max(x))``, or None."""
     if node.name != "divide":
         return None
+    scope = node.scope
     power, total = node.operands
-    if power.node.name != "exponential" or power.node.scope is not node.scope:
+    (shifted,) = operands_of(power, "exponential", scope) or (None,)
+    x, largest = operands_of(shifted, "subtract", scope) or (None, None)
+    if x is None or largest is None or x.type != node.type:
         return None
-    sum_view = View.of(total, node.scope).origin()
-    axis = _reduced_axis(sum_view, "reduce_sum", View.of(power, node.scope))
-    if axis is None:
-        return None
-    (shifted,) = power.node.operands
-    if shifted.node.name != "subtract" or shifted.node.scope is not node.scope:
-        return None
-    x, largest = shifted.node.operands
-    if x.type != node.type:
-        return None
-    maximum = View.of(largest, node.scope).origin()
+    axis = _reduced_axis(View.of(total, scope).origin(), "reduce_sum", View.of(power, scope))
+    maximum = View.of(largest, scope).origin()
     while maximum.name == "maximum":  # with -inf, where the reduction starts
-        one, other = maximum.value.node.operands
-        if is_number(one, -math.inf):
-            maximum = maximum.operand(other).origin()
-        elif is_number(other, -math.inf):
-            maximum = maximum.operand(one).origin()
-        else:
+        other = other_than(maximum.value, -math.inf, "maximum", scope)
+        if other is None:
             return None
-    return (
-        (x, axis) if _reduced_axis(maximum, "reduce_max", View.of(x, node.scope)) == axis else None
-    )
+        maximum = maximum.operand(other).origin()
+    is_softmax = _reduced_axis(maximum, "reduce_max", View.of(x, scope)) == axis
+    return (x, axis) if axis is not None and is_softmax else None
 
 
 def logistic_of(node: Node) -> Pattern | None:
@@ -66,20 +65,16 @@ def logistic_of(node: Node) -> Pattern | None:
     if not is_number(numerator, 1) or numerator.rank > node.type.rank:
         return None
     power = other_than(denominator, 1, "add", node.scope)
-    if power is None or power.node.name != "exponential" or power.node.scope is not node.scope:
-        return None
-    (negated,) = power.node.operands
-    if negated.node.name != "negate" or negated.node.scope is not node.scope:
-        return None
-    (x,) = negated.node.operands
-    return Pattern("logistic", (x,), {}) if x.type == node.type else None
+    (negated,) = operands_of(power, "exponential", node.scope) or (None,)
+    (x,) = operands_of(negated, "negate", node.scope) or (None,)
+    return Pattern("logistic", (x,), {}) if x is not None and x.type == node.type else None
 
 
 def other_than(value: Value, constant: float, name: str, scope: Scope) -> Value | None:
     """Return x of ``name(x, constant)`` or ``name(constant, x)``, or None."""
-    if value.node.name != name or value.node.scope is not scope:
+    one, other = operands_of(value, name, scope) or (None, None)
+    if one is None or other is None:
         return None
-    one, other = value.node.operands
     if is_number(one, constant) and other.type == value.type:
         return other
     return one if is_number(other, constant) and one.type == value.type else None
@@ -173,18 +168,18 @@ def _match_reciprocal(
 
 def _match_quotient(value: Value, scope: Scope) -> LayerNorm | None:
     """Match ``(x - mean) / sqrt(variance + epsilon)``."""
-    if value.node.name != "divide" or value.node.scope is not scope:
+    centered, deviation = operands_of(value, "divide", scope) or (None, None)
+    if centered is None or deviation is None or centered.type != value.type:
         return None
-    centered, deviation = value.node.operands
-    return _match_norm(centered, deviation, scope, "sqrt") if centered.type == value.type else None
+    return _match_norm(centered, deviation, scope, "sqrt")
 
 
 def _match_norm(
     centered: Value, deviation: Value, scope: Scope, root: str = "rsqrt"
 ) -> LayerNorm | None:
-    if centered.node.name != "subtract" or centered.node.scope is not scope:
+    x, mean = operands_of(centered, "subtract", scope) or (None, None)
+    if x is None or mean is None:
         return None
-    x, mean = centered.node.operands
     x_view = View.of(x, scope)
     axes = _mean_axes(View.of(mean, scope), x_view)
     if x.type != centered.type or not axes or not deviation.rank == x.rank <= MOST_AXES:
@@ -214,11 +209,8 @@ def _is_variance(view: View, centered: Value, x_view: View, axes: tuple[int, ...
     if _mean_axes(view, View.of(centered, x_view.scope), squared=True) == axes:
         return True
     if view.name == "maximum":  # with 0, as rounding may make it negative
-        one, other = view.value.node.operands
-        if is_number(one, 0):
-            view = view.operand(other).origin()
-        elif is_number(other, 0):
-            view = view.operand(one).origin()
+        other = other_than(view.value, 0, "maximum", view.scope)
+        view = view if other is None else view.operand(other).origin()
     if view.name != "subtract":
         return False
     squares, square = (view.operand(operand) for operand in view.value.node.operands)
@@ -234,14 +226,11 @@ def _mean_axes(view: View, x_view: View, *, squared: bool = False) -> tuple[int,
     """Return the axes over which a view is the mean of ``x_view``, or of its square, else None."""
     view, scale = view.origin(), 1.0
     while view.name in ("divide", "multiply"):
-        one, other = view.value.node.operands
-        constant = number(other)
-        if constant is None and view.name == "multiply":
-            one, constant = other, number(one)
-        if not constant:
+        scaled = scaled_operand(view.value.node)
+        if scaled is None:
             break
-        scale = scale / constant if view.name == "divide" else scale * constant
-        view = view.operand(one).origin()
+        scale *= scaled[1]
+        view = view.operand(scaled[0]).origin()
     inner = view.reduction_operand()
     if inner is None or view.name != "reduce_sum":
         return None
@@ -271,15 +260,11 @@ def _is_half(view: View) -> bool:
 def _square_root(view: View) -> View | None:
     """Return the view of x if ``view`` is ``x ** 2``, else None."""
     node = view.node
-    if node is None:
-        return None
-    if node.name == "square":
-        return view.operand(node.operands[0])
-    if node.name == "multiply" and alike(node.operands[0], node.operands[1]):
-        return view.operand(node.operands[0])
-    if node.name == "power" and is_number(node.operands[1], 2):
-        return view.operand(node.operands[0])
-    return None
+    is_square = node is not None and (
+        (node.name == "multiply" and alike(node.operands[0], node.operands[1]))
+        or (node.name == "power" and is_number(node.operands[1], 2))
+    )
+    return view.operand(node.operands[0]) if node is not None and is_square else None
 
 
 def _parameter(value: Value, axes: tuple[int, ...], scope: Scope) -> Value | None:

@@ -11,7 +11,8 @@ import sympy
 from coreml_delegate.graph.node import Value
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, simplify
 
-_MOST_KNOWN = 16
+MOST_KNOWN = 16
+"""The largest number of elements that are kept for shape arithmetic."""
 
 
 def _quotient(x: Any, y: Any) -> Any:
@@ -50,13 +51,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def fold(name: str, type: TensorType, *operands: Value) -> tuple[Dim, ...] | None:
-    """Return the elements of a result if they are sizes, else None.
-
-    Args:
-        name: Name of an elementwise operation.
-        type: Type of the result.
-        operands: Its operands.
-    """
+    """Return the elements of an elementwise operation's result if they are sizes, else None."""
     if not type.dtype.is_integer or type.rank > 1 or name not in FUNCTIONS:
         return None
     parts: list[tuple[Dim, ...]] = []
@@ -85,10 +80,8 @@ def known_elements(
 ) -> tuple[Dim, ...] | None:
     """Return the elements of an integer result of at most 16, which may be a shape, or None.
 
-    Args:
-        function: Takes an object array for each value; returns the array of the result.
-        values: Operands.
-        dtype: Element type of the result; None for the first operand's.
+    The function takes an object array for each value, and returns the array of the result, whose
+    element type is ``dtype``, by default that of the first value.
     """
     element = dtype or values[0].dtype
     if not element.is_integer:
@@ -101,4 +94,4 @@ def known_elements(
         array[:] = value.elements
         arrays.append(array.reshape(value.type.static_shape))
     result = np.asarray(function(*arrays), object)
-    return tuple(result.reshape(-1)) if result.size <= _MOST_KNOWN else None
+    return tuple(result.reshape(-1)) if result.size <= MOST_KNOWN else None

@@ -20,43 +20,32 @@ import sympy
 from coreml_delegate.errors import GraphError, near_matches
 
 
-@dataclass(frozen=True, slots=True)
-class _Info:
-    label: str
-    storage_dtype: str  # of MIL, as coremltools spells it
-    short: str  # as StableHLO spells it
-
-
 class DType(enum.Enum):
-    """The element type of a tensor."""
+    """The element type of a tensor.
 
-    FLOAT32 = _Info("float32", "fp32", "f32")
-    FLOAT16 = _Info("float16", "fp16", "f16")
-    FLOAT64 = _Info("float64", "fp32", "f64")
-    INT8 = _Info("int8", "int32", "i8")
-    INT16 = _Info("int16", "int32", "i16")
-    INT32 = _Info("int32", "int32", "i32")
-    INT64 = _Info("int64", "int32", "i64")
-    UINT8 = _Info("uint8", "int32", "ui8")
-    UINT16 = _Info("uint16", "int32", "ui16")
-    UINT32 = _Info("uint32", "int32", "ui32")
-    UINT64 = _Info("uint64", "int32", "ui64")
-    BOOL = _Info("bool", "bool", "i1")
+    Attributes:
+        label: NumPy's name, for example ``float32``.
+        storage_dtype: MIL's name of the dtype that stores the elements, for example ``fp32``.
+        short: StableHLO's name, for example ``f32``.
+    """
 
-    @property
-    def label(self) -> str:
-        """NumPy's name, for example ``float32``."""
-        return self.value.label
+    FLOAT32 = "float32", "fp32", "f32"
+    FLOAT16 = "float16", "fp16", "f16"
+    FLOAT64 = "float64", "fp32", "f64"
+    INT8 = "int8", "int32", "i8"
+    INT16 = "int16", "int32", "i16"
+    INT32 = "int32", "int32", "i32"
+    INT64 = "int64", "int32", "i64"
+    UINT8 = "uint8", "int32", "ui8"
+    UINT16 = "uint16", "int32", "ui16"
+    UINT32 = "uint32", "int32", "ui32"
+    UINT64 = "uint64", "int32", "ui64"
+    BOOL = "bool", "bool", "i1"
 
-    @property
-    def storage_dtype(self) -> str:
-        """MIL's name of the dtype that stores the elements, for example ``fp32``."""
-        return self.value.storage_dtype
-
-    @property
-    def short(self) -> str:
-        """StableHLO's name, for example ``f32``."""
-        return self.value.short
+    def __init__(self, label: str, storage_dtype: str, short: str) -> None:
+        self.label = label
+        self.storage_dtype = storage_dtype
+        self.short = short
 
     @functools.cached_property
     def numpy(self) -> np.dtype[Any]:
@@ -66,7 +55,8 @@ class DType(enum.Enum):
     @functools.cached_property
     def storage_numpy(self) -> np.dtype[Any]:
         """The NumPy dtype of the storage dtype."""
-        return _STORAGE_NUMPY[self.storage_dtype]
+        label = {"fp32": "float32", "fp16": "float16"}.get(self.storage_dtype, self.storage_dtype)
+        return np.dtype(label)
 
     @property
     def is_float(self) -> bool:
@@ -120,12 +110,6 @@ class DType(enum.Enum):
         return _BY_LABEL[label]
 
 
-_STORAGE_NUMPY: dict[str, np.dtype[Any]] = {
-    "fp32": np.dtype(np.float32),
-    "fp16": np.dtype(np.float16),
-    "int32": np.dtype(np.int32),
-    "bool": np.dtype(np.bool_),
-}
 _BY_LABEL = {member.label: member for member in DType}
 _BY_SHORT = {member.short: member for member in DType}
 

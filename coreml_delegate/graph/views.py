@@ -27,14 +27,6 @@ _ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "sqrt": math.sqrt,
     "subtract": operator.sub,
 }
-_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
-    "EQ": operator.eq,
-    "GE": operator.ge,
-    "GT": operator.gt,
-    "LE": operator.le,
-    "LT": operator.lt,
-    "NE": operator.ne,
-}
 _DEPTH = 10  # of nodes that ``alike`` compares
 _MOST_FACTORS = 8
 
@@ -115,11 +107,9 @@ class View:
         return View(operand, axes, self.scope)
 
     def is_reduction_of(self, outer: View, dimensions: tuple[int, ...]) -> bool:
-        """Whether this view, reduced over ``dimensions``, is a reduction of ``outer``.
+        """Whether this view, reduced over ``dimensions`` of its value, is a reduction of ``outer``.
 
-        Args:
-            outer: A view with the same outer tensor.
-            dimensions: The dimensions of this view's value that the reduction removes.
+        Both views have the same outer tensor.
         """
         one, other = self.origin(), outer.origin()
         if not alike(one.value, other.value):
@@ -255,7 +245,8 @@ def truth(value: Value) -> bool | None:
     if node.name != "compare":
         return None
     one, other = (number(operand) for operand in node.operands)
-    return None if one is None or other is None else _COMPARISONS[node["direction"]](one, other)
+    holds = getattr(operator, node["direction"].lower())  # such as ``operator.le``
+    return None if one is None or other is None else holds(one, other)
 
 
 def is_number(value: Value, expected: float) -> bool:
@@ -265,6 +256,23 @@ def is_number(value: Value, expected: float) -> bool:
     return actual is not None and (
         actual == expected or math.isclose(actual, expected, rel_tol=tolerance)
     )
+
+
+def operands_of(value: Value | None, name: str, scope: Scope) -> tuple[Value, ...] | None:
+    """Return the operands of ``name(...)``, if an operation of this name in a scope computes it."""
+    is_match = value is not None and value.node.name == name and value.node.scope is scope
+    return value.node.operands if value is not None and is_match else None
+
+
+def scaled_operand(node: Node) -> tuple[Value, float] | None:
+    """Return x and k of ``x * k`` or ``x / (1 / k)``, where k is a number; else None."""
+    one, other = node.operands
+    factor = number(other)
+    if factor is None and node.name == "multiply":
+        one, factor = other, number(one)
+    if not factor or not math.isfinite(factor) or one.type != node.type:
+        return None
+    return one, (1 / factor if node.name == "divide" else factor)
 
 
 def factors(value: Value, scope: Scope) -> tuple[float, list[Value]]:
@@ -280,7 +288,7 @@ def factors(value: Value, scope: Scope) -> tuple[float, list[Value]]:
 def _operands_with_factors(value: Value) -> Sequence[Value]:
     """Return the operands in the value's scope whose factors are factors of the value."""
     node = value.node
-    count = {"multiply": 2, "negate": 1, "divide": 1, "square": 1}.get(node.name, 0)
+    count = {"multiply": 2, "negate": 1, "divide": 1}.get(node.name, 0)
     return [
         operand
         for operand in node.operands[:count]
@@ -305,9 +313,6 @@ def _product_of(value: Value) -> tuple[float, list[Value]]:
         if divisor:
             constant, values = factors(node.operands[0], node.scope)
             return constant / divisor, values
-    if node.name == "square":
-        constant, values = factors(node.operands[0], node.scope)
-        return constant * constant, values * 2
     return 1.0, [value]
 
 

@@ -42,19 +42,14 @@ class SlidingWindows:
         padding: str | Sequence[tuple[int, int]] | None,
         dilations: Mapping[str, Sequence[int] | None],
     ) -> SlidingWindows:
-        """Return windows with checked numbers.
+        """Return windows with checked numbers, by default 1.
 
-        Args:
-            name: Name of the operation, for messages.
-            shape: Sizes of the tensor.
-            window: Sizes of a window.
-            strides: Steps; None for 1.
-            padding: Pairs, ``"SAME"``, ``"VALID"`` or None for no padding.
-            dilations: Dilation of the tensor and of a window, by argument; None for 1.
+        Padding is pairs, ``"SAME"``, ``"VALID"`` or None for no padding. Dilations are of the
+        tensor and of a window, by the names of the arguments.
 
         Raises:
-            GraphError: A wrong number of numbers, a number below 1, an unknown word, or "SAME" with
-                strides for a symbolic size.
+            GraphError: A wrong number of numbers, a number below 1, an unknown word, or "SAME"
+                with strides for a symbolic size.
         """
         steps, base, dilation = (
             each_axis(f"{name}: {what}", numbers, len(shape))

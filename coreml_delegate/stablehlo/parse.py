@@ -179,9 +179,6 @@ def _quantized_error(type: str | None = None, where: str = "") -> UnsupportedOpe
 def decompose(op: Mlir) -> Mlir | None:
     """Decompose an operation of CHLO to a module with a function of StableHLO operations.
 
-    Args:
-        op: The operation; it is not changed.
-
     Returns:
         The module, or None if MLIR does not decompose the operation.
     """

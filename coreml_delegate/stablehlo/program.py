@@ -21,8 +21,6 @@ from coreml_delegate.stablehlo.parse import mlir_module
 from coreml_delegate.stablehlo.reader import (
     Reader,
     argument_names,
-    functions_of,
-    main_of,
     result_names,
     with_location,
 )
@@ -40,11 +38,6 @@ class Program:
     Attributes:
         executable: The compiled graph.
         narrowed: Descriptions of values of 64 bits in the source that have 32 in the model.
-
-    Args:
-        executable: See above.
-        narrowed: See above.
-        bfloat16: Positions of parameters that are bfloat16 in the source and float32 in the model.
     """
 
     def __init__(
@@ -53,6 +46,7 @@ class Program:
         self.executable = executable
         self.narrowed = tuple(narrowed)
         self._bfloat16 = frozenset(bfloat16)
+        """Positions of parameters that are bfloat16 in the source and float32 in the model."""
 
     @property
     def parameters(self) -> dict[str, TensorType]:
@@ -160,7 +154,7 @@ def compile(
     module = mlir_module(source)
     builder = backend.builder()
     reader = Reader(module, builder, bfloat16_as_float32=bfloat16 == "float32")
-    arguments = _parameters(reader, builder, module, dimensions or {})
+    arguments = _parameters(reader, builder, dimensions or {})
     results = reader.read(arguments)
     result_by_state = _states(states or {}, builder, results)
     names = result_names(reader.main, len(results), list(builder.parameters))
@@ -217,13 +211,9 @@ def _types(reader: Reader) -> list[Any]:
     return [argument.type for argument in reader.main.regions[0].blocks[0].arguments]
 
 
-def _parameters(
-    reader: Reader, builder: Builder, module: Any, dimensions: Mapping[str, Range]
-) -> list[Value]:
-    functions = functions_of(module)
-    main = main_of(functions)
-    names = argument_names(main, functions)
-    declared = declared_shapes(main, functions, names, dimensions)
+def _parameters(reader: Reader, builder: Builder, dimensions: Mapping[str, Range]) -> list[Value]:
+    names = argument_names(reader.main, reader.functions)
+    declared = declared_shapes(reader.main, reader.functions, names, dimensions)
     builder.dimensions.update(declared.dimensions)
     values: list[Value] = []
     for name, type, shape in zip(names, _types(reader), declared.shapes, strict=True):

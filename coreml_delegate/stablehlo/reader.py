@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,27 +55,15 @@ _WIDENS = ("stablehlo.constant", "stablehlo.convert", "stablehlo.iota", "stableh
 _SIZE_FUNCTION = re.compile(r"(floor_divide|remainder|divmod)(_\d+)?\Z")
 
 
-class Frame:
-    """A scope of the source: maps the values of a function, or of a region, to operands.
+Frame = ChainMap[Mlir, Operand]
+"""Operands by the values of a function, or of a region, then of the regions around it."""
 
-    Args:
-        outer: The frame around it, whose values a region may use.
-    """
 
-    def __init__(self, outer: Frame | None = None) -> None:
-        self._outer = outer
-        self._operands: dict[Mlir, Operand] = {}
-
-    def __setitem__(self, value: Mlir, operand: Operand) -> None:
-        self._operands[value] = operand
-
-    def __getitem__(self, value: Mlir) -> Operand:
-        frame: Frame | None = self
-        while frame is not None:
-            if value in frame._operands:
-                return frame._operands[value]
-            frame = frame._outer
-        raise LoweringError("a value is used before it is computed")
+def _operands(frame: Frame, values: Iterable[Mlir]) -> list[Operand]:
+    try:
+        return [frame[value] for value in values]
+    except KeyError:
+        raise LoweringError("a value is used before it is computed") from None
 
 
 class Reader:
@@ -86,6 +75,7 @@ class Reader:
         bfloat16_as_float32: Whether bf16 is read as float32, rather than refused.
 
     Attributes:
+        functions: Functions of the module by name.
         narrowed: Descriptions of values of 64 bits in the source that have 32 in the graph.
     """
 
@@ -95,7 +85,7 @@ class Reader:
         self._context = Context(builder, self.dtype, self.resource, self.call)
         self._module = module
         self._bfloat16_as_float32 = bfloat16_as_float32
-        self._functions = functions_of(module)
+        self.functions = functions_of(module)
         self._calls: list[str] = []
         self._count = 0
         self._resources: Mapping[str, bytes] | None = None
@@ -104,20 +94,13 @@ class Reader:
     @property
     def main(self) -> Mlir:
         """The program's entry function: ``main``, or the only public function."""
-        return main_of(self._functions)
+        return main_of(self.functions)
 
     def read(self, arguments: Sequence[Value]) -> list[Value]:
-        """Read the program.
-
-        Args:
-            arguments: The graph's values for the arguments of ``main``.
-
-        Returns:
-            The results of ``main``, tuples flattened.
+        """Read the program with these arguments of ``main``; return its results, flattened.
 
         Raises:
-            LoweringError: Something cannot be expressed; names the operation, and its location in
-                the source.
+            LoweringError: Something cannot be expressed; names the operation, and its location.
         """
         main = self.main
         try:
@@ -138,7 +121,7 @@ class Reader:
         Raises:
             LoweringError: There is no such function, or it calls itself.
         """
-        function = self._functions.get(name)
+        function = self.functions.get(name)
         if function is None or not function.regions[0].blocks:
             raise LoweringError("a function is called that the module does not have", got=name)
         if name in self._calls:
@@ -212,7 +195,7 @@ class Reader:
         for view in block.operations:
             op = view.operation
             if op.name in _RETURNS:
-                return [frame[operand] for operand in op.operands]
+                return _operands(frame, op.operands)
             self._read_op(op, frame)
         raise LoweringError("a region does not return")
 
@@ -226,12 +209,11 @@ class Reader:
         first = len(self.builder.scope.nodes)
         with self._locating(op):
             rule = RULES.get(op.name)
-            operands = [frame[operand] for operand in op.operands]
             source = SourceOp(
                 op,
-                operands,
+                _operands(frame, op.operands),
                 self._context,
-                lambda region, arguments: self._read_body(region, arguments, Frame(frame)),
+                lambda region, arguments: self._read_body(region, arguments, frame.new_child()),
             )
             results = self._decompose(op, source) if rule is None else _results(rule(source))
             if len(results) != len(op.results):
@@ -338,13 +320,7 @@ def argument_names(main: Mlir, functions: Mapping[str, Mlir]) -> list[str]:
 
 
 def result_names(main: Mlir, count: int, used_names: Sequence[str]) -> list[str]:
-    """Return names for the results of ``main``, from their paths in the result of JAX's function.
-
-    Args:
-        main: The function.
-        count: Number of results.
-        used_names: Names of the arguments.
-    """
+    """Return names for the results of ``main``: their paths in the result of JAX's function."""
     names = dict.fromkeys(used_names)
     infos = _argument_dictionaries(main, "res_attrs", count)
     for index, info in enumerate(infos):

@@ -19,7 +19,7 @@ import sympy
 
 from coreml_delegate.errors import LoweringError, OptionError, near_matches
 from coreml_delegate.graph import Dimension, Value
-from coreml_delegate.graph.sizes import FUNCTIONS
+from coreml_delegate.graph.sizes import FUNCTIONS, MOST_KNOWN
 from coreml_delegate.graph.tensor_types import Dim, simplify
 from coreml_delegate.stablehlo.attributes import is_tensor, python_value, shape_of, tensor_value
 from coreml_delegate.stablehlo.parse import Mlir
@@ -31,7 +31,6 @@ Sizes = tuple[Dim, ...]
 Range = tuple[int, int] | int | str | Dimension
 """Least and most of a size, the size itself, or the name of an equal size."""
 
-_MOST_SIZES = 16
 _GLOBAL = "jax.global_constant"
 _PREFIX = "stablehlo."
 
@@ -86,9 +85,7 @@ def _global_names(function: Mlir) -> list[str | None]:
 def compute(name: str, operands: Sequence[Sizes]) -> Sizes | None:
     """Return the result of an operation on sizes, or None if it is not arithmetic of sizes.
 
-    Args:
-        name: Name of the operation without its dialect.
-        operands: Elements of the operands; a single element is broadcast.
+    The name is without its dialect; an operand of a single element is broadcast.
     """
     if name == "concatenate":
         return tuple(size for operand in operands for size in operand)
@@ -236,7 +233,7 @@ def _evaluate(block: Mlir, functions: Mapping[str, Mlir], facts: _Facts) -> None
 def _constant(op: Mlir) -> Iterator[tuple[Mlir, Sizes]]:
     attribute = op.attributes["value"]
     kind = type(attribute).__name__
-    if kind == "DenseIntElementsAttr" and attribute.type.rank < 2 and len(attribute) <= _MOST_SIZES:
+    if kind == "DenseIntElementsAttr" and attribute.type.rank < 2 and len(attribute) <= MOST_KNOWN:
         yield op.results[0], tuple(int(n) for n in np.ravel(tensor_value(attribute)))
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.graph import Builder, Value
+from coreml_delegate.graph.node import as_tuple
 from coreml_delegate.graph.tensor_types import DType
 from coreml_delegate.stablehlo.attributes import is_tensor, python_value, shape_of
 from coreml_delegate.stablehlo.parse import Mlir
@@ -102,8 +103,8 @@ class SourceOp:
 
     Args:
         op: The operation.
-        operands: See above.
-        context: See above.
+        operands: As attribute.
+        context: As attribute.
         read_region: Reads one of its regions inline with arguments, and returns its results.
     """
 
@@ -123,8 +124,7 @@ class SourceOp:
 
     def build(self, method: str, *arguments: Any, **keywords: Any) -> list[Operand]:
         """Call an operation of the builder by its name, and return its results."""
-        returned = getattr(self.builder, method)(*arguments, **keywords)
-        return [returned] if isinstance(returned, Value) else list(returned)
+        return list(as_tuple(getattr(self.builder, method)(*arguments, **keywords)))
 
     # Operands and results
 
@@ -144,11 +144,7 @@ class SourceOp:
         raise self.refusal(f"operand {index} is no tensor")
 
     def value_clipped(self, index: int, side: str) -> Value:
-        """Return an operand; a constant beyond 32 bits on one side is clipped.
-
-        Args:
-            index: Position of the operand.
-            side: ``below`` or ``above``.
+        """Return an operand; a constant beyond 32 bits on one side, below or above, is clipped.
 
         Raises:
             UnsupportedOperatorError: See ``value``; or it is beyond 32 bits on the other side.

@@ -1,4 +1,4 @@
-"""Helpers of operations that move elements: sizes, merged axes, labelled axes, indices."""
+"""MIL ops that move elements, for several families: merged axes, labelled axes, indices."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ import sympy
 
 from coreml_delegate.errors import GraphError, UnsupportedOperatorError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, const
+from coreml_delegate.graph.emitter import same_shape
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, product, simplify
 from coreml_delegate.mil.compose import mb
+from coreml_delegate.mil.compose.movement import pad, take
 
 
 def sizes_of(name: str, sizes: Sequence[Any], least: int = 0) -> tuple[Dim, ...]:
-    """Return sizes as entries of a shape.
-
-    Args:
-        name: Name of the operation, for messages.
-        sizes: Ints, expressions, or dimensions.
-        least: The smallest size allowed.
+    """Return ints, expressions or dimensions, of ``least`` or more, as entries of a shape.
 
     Raises:
         GraphError: An entry is not a size, or too small.
@@ -64,10 +61,7 @@ class Axes:
 
     @classmethod
     def of(cls, kinds: Sequence[Any]) -> Axes:
-        """Return groups for a tensor, merging only if it has too many axes.
-
-        Args:
-            kinds: A kind for each axis. Neighbours of equal kinds, not None, may be merged.
+        """Return groups of neighbours of equal kinds, not None, if a tensor has too many axes.
 
         Raises:
             UnsupportedOperatorError: More than five groups.
@@ -110,14 +104,7 @@ class Axes:
 
 
 def permute(c: Composer, x: Var, shape: Sequence[Dim], order: Sequence[int]) -> Var:
-    """Return a tensor with permuted dimensions.
-
-    Args:
-        c: Composer.
-        x: Tensor.
-        shape: Shape of ``x``.
-        order: The dimension of ``x`` for each dimension of the result.
-    """
+    """Return ``x``, of a shape, with its dimensions in another order: ``order[n]`` becomes n."""
     new_shape = [shape[axis] for axis in order]
     long_axes = [axis for axis in order if shape[axis] != 1]
     if list(order) == sorted(order):
@@ -157,13 +144,10 @@ def _permute_runs(c: Composer, x: Var, sizes: Sequence[Dim], order: Sequence[int
 
 
 def arrange(x: Var, have: Sequence[Hashable], want: Sequence[Hashable]) -> Var:
-    """Return a tensor with its labelled axes in another order.
+    """Return a tensor with its axes, labelled ``have``, in the order of the labels ``want``.
 
-    Args:
-        x: Tensor.
-        have: Labels of the axes of ``x``.
-        want: Labels of the result's axes. Axes of ``x`` without a label in ``want`` have size 1
-            and are dropped; labels that ``x`` lacks become axes of size 1.
+    Axes without a label in ``want`` have size 1 and are dropped; labels that ``x`` lacks become
+    axes of size 1.
     """
     dropped = [axis for axis, label in enumerate(have) if label not in want]
     if dropped:
@@ -174,17 +158,6 @@ def arrange(x: Var, have: Sequence[Hashable], want: Sequence[Hashable]) -> Var:
         x = mb.transpose(x=x, perm=order)
     added = [axis for axis, label in enumerate(want) if label not in shared]
     return mb.expand_dims(x=x, axes=added) if added else x
-
-
-def join(parts: Sequence[Var | int]) -> Var:
-    """Concatenate sizes or indices of rank 0 to an int32 vector."""
-    vectors = [
-        const(np.array([part], np.int32))
-        if isinstance(part, int)
-        else mb.expand_dims(x=part, axes=[0])
-        for part in parts
-    ]
-    return vectors[0] if len(vectors) == 1 else mb.concat(values=vectors, axis=0)
 
 
 def counting(c: Composer, size: Dim) -> Var:
@@ -204,5 +177,67 @@ def as_index(x: Var, dtype: DType) -> Var:
 def clamp_index(c: Composer, x: Var, limits: Sequence[Dim]) -> Var:
     """Clamp index vectors, along the last axis, to 0 ... limits."""
     x = mb.maximum(x=x, y=np.int32(0))
-    bounds = c.shape(limits)
-    return mb.minimum(x=x, y=np.array(bounds, np.int32) if isinstance(bounds, list) else bounds)
+    return mb.minimum(x=x, y=c.vector(limits))
+
+
+# Constants are moved here, not at run time, so that they stay constants to ops that need constants.
+
+
+def transpose(
+    c: Composer, x: Var, shape: Sequence[Dim], permutation: Sequence[int]
+) -> tuple[Var, tuple[Dim, ...]]:
+    """Return ``x``, of a shape, with axis ``permutation[n]`` as axis n, and the new shape."""
+    new_shape = tuple(shape[axis] for axis in permutation)
+    long_axes = [axis for axis in permutation if shape[axis] != 1]
+    if list(permutation) == sorted(permutation):
+        return x, new_shape
+    if x.val is not None:
+        return const(np.transpose(x.val, list(permutation))), new_shape
+    if long_axes == sorted(long_axes):
+        # A reshape does: axes of size 1 change places, the elements stay in order.
+        return c.reshape(x, new_shape), new_shape
+    return mb.transpose(x=x, perm=list(permutation)), new_shape
+
+
+def reshape(c: Composer, x: Var, shape: Sequence[Dim], new_shape: Sequence[Dim]) -> Var:
+    """Return ``x``, of shape ``shape``, in another shape."""
+    if same_shape(shape, new_shape):
+        return x
+    if x.val is not None:
+        return const(np.reshape(x.val, [int(size) for size in new_shape]))
+    return c.reshape(x, new_shape)
+
+
+def join(values: Sequence[Var], axis: int) -> Var:
+    """Concatenate tensors along an axis."""
+    return values[0] if len(values) == 1 else mb.concat(values=list(values), axis=axis)
+
+
+def spread(c: Composer, x: Var, shape: Sequence[Dim], factors: Sequence[int], fill: Var) -> Var:
+    """Dilate a tensor: its sizes become ``(size - 1) * factor + 1`` along each axis.
+
+    The elements between neighbours are ``fill``, a number of rank 0.
+    """
+    sizes = list(shape)
+    for axis, factor in enumerate(factors):
+        if factor == 1 or sizes[axis] == 1:
+            continue
+        size, before, after = sizes[axis], sizes[:axis], sizes[axis + 1 :]
+        if len(sizes) == MOST_AXES:  # an axis is added
+            before, after = [product(before)], [product(after)]
+            x = c.reshape(x, (*before, size, *after))
+        gaps = [(0, 0)] * (len(before) + 1) + [(0, factor - 1)] + [(0, 0)] * len(after)
+        x = pad(mb.expand_dims(x=x, axes=[len(before) + 1]), gaps, fill)
+        sizes[axis] = size * factor
+        x = take(c.reshape(x, sizes), axis, 0, 1 - factor)
+        sizes[axis] = (size - 1) * factor + 1
+    return x
+
+
+def flip(x: Var, axes: Sequence[int]) -> Var:
+    """Return a tensor with the elements along some axes in reverse order."""
+    if not axes:
+        return x
+    if x.val is not None:
+        return const(np.flip(x.val, tuple(axes)))
+    return mb.reverse(x=x, axes=list(axes))

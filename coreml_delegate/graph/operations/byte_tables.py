@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -81,28 +82,28 @@ def combine_constant(function: np.ufunc, dtype: DType, x: Var, constant: int) ->
         change = function(_BYTES, (mask >> (8 * number)) & 255) - _BYTES
         if change.any():
             scaled = _as_int32(change << (8 * number))
-            difference = mb.gather(x=const(scaled), indices=byte(x, number), axis=0)
-            result = mb.add(x=result, y=difference)
+            result = mb.add(x=result, y=_look_up(scaled, x, number))
     return wrap(result, dtype)
 
 
 def counts(x: Var, dtype: DType) -> Var:
     """Return the number of set bits among the lowest 32."""
-    result = None
-    for number in range(byte_count(dtype)):
-        byte_counts = mb.gather(x=const(_COUNTS), indices=byte(x, number), axis=0)
-        result = byte_counts if result is None else mb.add(x=result, y=byte_counts)
-    return result
+    parts = [_look_up(_COUNTS, x, number) for number in range(byte_count(dtype))]
+    return functools.reduce(lambda total, part: mb.add(x=total, y=part), parts)
 
 
 def lengths(x: Var, dtype: DType) -> Var:
     """Return the bit length: the position of the highest set bit among the lowest 32, from 1 on."""
-    result = None
-    for number in range(byte_count(dtype)):
-        table = np.where(_BYTES > 0, _LENGTHS + 8 * number, 0).astype(np.int32)
-        byte_lengths = mb.gather(x=const(table), indices=byte(x, number), axis=0)
-        result = byte_lengths if result is None else mb.maximum(x=result, y=byte_lengths)
-    return result
+    parts = [
+        _look_up(np.where(_BYTES > 0, _LENGTHS + 8 * number, 0).astype(np.int32), x, number)
+        for number in range(byte_count(dtype))
+    ]
+    return functools.reduce(lambda total, part: mb.maximum(x=total, y=part), parts)
+
+
+def _look_up(table: NDArray[np.int32], x: Var, number: int) -> Var:
+    """Return ``table[b]`` for byte b of this number of int32 values."""
+    return mb.gather(x=const(table), indices=byte(x, number), axis=0)
 
 
 def _pair(x: Var, y: Var) -> Var:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from coreml_delegate.graph.node import Closure, Node, Value
+from coreml_delegate.graph.operations.elementwise import MIRRORED
 
-_FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "EQ": "EQ", "NE": "NE"}
 # A stable sort keeps the order of equal elements, so that LE and GE are LT and GT.
 _ASCENDING = {"LT": True, "LE": True, "GT": False, "GE": False}
 
@@ -41,8 +41,7 @@ class _Argument:
 def sort_keys(closure: Closure) -> tuple[SortKey, ...] | None:
     """Return the keys of a comparator, the first key first; None for other functions.
 
-    Args:
-        closure: Takes two elements of each operand; returns whether the first elements go before.
+    A comparator takes two elements of each operand, and returns whether the first go before.
     """
     indices = {parameter: n for n, parameter in enumerate(closure.parameters)}
     (result,) = closure.results
@@ -105,7 +104,7 @@ def _comparison(node: Node, indices: dict[Value, int]) -> tuple[int, str, bool] 
         return None
     direction = node["direction"]
     if left.index > right.index:
-        direction = _FLIPPED[direction]
+        direction = MIRRORED[direction]
     is_float = node.operands[0].dtype.is_float
     splits = is_float and node["total_order"] and not (left.merges_zeros and right.merges_zeros)
     return left.index // 2, direction, splits

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.arrange import reshape, transpose
 from coreml_delegate.graph.compose import Composer, Var, convert
 from coreml_delegate.graph.emitter import Emitter, normalize_axes, operation, same_size
 from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.operations.axes import reshape, transpose
 from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, product
 from coreml_delegate.mil.compose import mb
 
@@ -225,17 +225,16 @@ class Contraction(Emitter):
         operands = (x, y)
         contracted = _axes_of("contracting", contracting, operands)
         batched = _axes_of("batching", batching, operands)
-        for axes, value in zip(zip(batched, contracted, strict=True), operands, strict=True):
-            if set(axes[0]) & set(axes[1]):
+        shape = [x.shape[axis] for axis in batched[0]]
+        for value, batch, summed in zip(operands, batched, contracted, strict=True):
+            if set(batch) & set(summed):
                 raise GraphError(
                     "dot_general: an axis is both batching and contracting",
-                    got=f"{list(axes[0])} and {list(axes[1])} of {value.type}",
+                    got=f"{list(batch)} and {list(summed)} of {value.type}",
                 )
-        dtype = product_dtype("dot_general", x, y, preferred_dtype)
-        shape = [x.shape[axis] for axis in batched[0]]
-        for axes, value in zip(zip(batched, contracted, strict=True), operands, strict=True):
-            used_axes = (*axes[0], *axes[1])
+            used_axes = (*batch, *summed)
             shape += [size for axis, size in enumerate(value.shape) if axis not in used_axes]
+        dtype = product_dtype("dot_general", x, y, preferred_dtype)
         return self.emit(
             "dot_general",
             operands,

@@ -8,7 +8,7 @@ from typing import Any
 from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import Composer, Var, const
 from coreml_delegate.graph.emitter import Emitter, operation
-from coreml_delegate.graph.node import Closure, Node, Scope, Value, needed_nodes
+from coreml_delegate.graph.node import Closure, Node, Scope, Value, as_tuple, needed_nodes
 from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, DType, TensorType
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.patches.coremltools import forget_value
@@ -53,7 +53,7 @@ def _compose_while(c: Composer, node: Node, *initial: Var | None) -> tuple[Var |
     # coremltools would take a variable that starts as a constant for a constant in the body.
     loop_vars = tuple(opaque(initial[n]) for n in changing)
     final_vars = mb.while_loop(_cond=test, _body=iterate, loop_vars=loop_vars)
-    return tuple(all_variables(_several(final_vars)))
+    return tuple(all_variables(as_tuple(final_vars)))
 
 
 def _compose_if(
@@ -97,7 +97,7 @@ def _choose(
         ),
     )
     results: list[Var | None] = [None] * len(node.results)
-    for n, var in zip(nonempty, _several(chosen), strict=True):
+    for n, var in zip(nonempty, as_tuple(chosen), strict=True):
         results[n] = var
     return tuple(results)
 
@@ -116,11 +116,6 @@ def _block_results(vars: Sequence[Var]) -> tuple[Var, ...]:
         is_new = is_computed and var.val is None and all(var is not other for other in results)
         results.append(var if is_new else opaque(var))
     return tuple(results)
-
-
-def _several(vars: Var) -> tuple[Var, ...]:
-    """Return an op's results as a tuple; coremltools returns a single result as it is."""
-    return tuple(vars) if isinstance(vars, tuple | list) else (vars,)
 
 
 class Control(Emitter):
@@ -252,10 +247,7 @@ def _require_rank_0(what: str, value: Value) -> None:
 def _copy_nodes(closure: Closure, scope: Scope, values: dict[Value, Value]) -> None:
     """Copy a closure's nodes to the end of a scope.
 
-    Args:
-        closure: The closure.
-        scope: The scope of the copies.
-        values: The value of ``scope`` for each value of the closure; the copies' results are added.
+    ``values`` has the value of the scope for each value of the closure; the copies are added.
     """
     for node in needed_nodes(closure.scope, closure.results):
         if node.results and node.results[0] in values:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.arrange import flip, reshape, spread, transpose
 from coreml_delegate.graph.compose import Composer, Var, const, convert
 from coreml_delegate.graph.emitter import Emitter, operation, same_size
 from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.operations.axes import flip, reshape, spread, transpose
 from coreml_delegate.graph.operations.contraction import product_dtype, sum_dtype
 from coreml_delegate.graph.tensor_types import NUMBERS, Dim, DType, TensorType
 from coreml_delegate.graph.window_sizes import SlidingWindows
@@ -249,10 +249,7 @@ class _Convolution:
 def _digits(x: Var, width: int, digit: int) -> list[Var]:
     """Return the digits of int32 values as fp32, lowest first; only the highest is signed.
 
-    Args:
-        x: The values.
-        width: Bits of a value.
-        digit: Bits of a digit.
+    Values have ``width`` bits, and digits ``digit`` bits.
     """
     digits = []
     for low in range(0, width, digit):

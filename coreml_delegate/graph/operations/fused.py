@@ -29,6 +29,8 @@ from coreml_delegate.targets import Opset
 
 _GELU = {"none": "EXACT", "tanh": "TANH_APPROXIMATION"}
 _LINEAR_RANK = 3  # the highest that ``linear`` takes
+# Ranks of MIL's ``batch_norm``, whose features are along axis 1.
+_BATCH_NORM_RANKS = (3, 4, 5)
 
 
 def around_axis(type: TensorType, axis: int) -> tuple[tuple[int, int, int], int]:
@@ -87,6 +89,24 @@ def _compose_layer_norm(c: Composer, node: Node, x: Var, *parameters: Var) -> Va
     return y
 
 
+def _compose_batch_norm_inference(_: Composer, node: Node, x: Var, *statistics: Var) -> Var:
+    epsilon = node.type.dtype.storage_numpy.type(node["epsilon"])
+    rank, axis = node.type.rank, node["feature_index"]
+    scale, offset, mean, variance = statistics
+    is_constant = all(var.val is not None for var in statistics)
+    if is_constant and axis == 1 and rank in _BATCH_NORM_RANKS:
+        return mb.batch_norm(
+            x=x, mean=mean, variance=variance, gamma=scale, beta=offset, epsilon=epsilon
+        )
+    deviation = mb.sqrt(x=mb.add(x=variance, y=epsilon))
+    factor = mb.real_div(x=scale, y=deviation)
+    shift = mb.sub(x=offset, y=mb.mul(x=mean, y=factor))
+    sizes = [1] * rank
+    sizes[axis] = -1
+    factor, shift = (mb.reshape(x=var, shape=sizes) for var in (factor, shift))
+    return mb.add(x=mb.mul(x=x, y=factor), y=shift)
+
+
 def _compose_rms_norm(c: Composer, node: Node, x: Var, *scale: Var) -> Var:
     axes, shape = node["axes"], node.types[0].shape
     scale_shape = [size if n in axes else 1 for n, size in enumerate(shape)]
@@ -108,15 +128,7 @@ def _compose_dense(c: Composer, node: Node, x: Var, weight: Var, *bias: Var) -> 
 
 
 def linear(c: Composer, shape: Sequence[Dim], x: Var, weight: Var, bias: Var | None) -> Var:
-    """Return ``x @ weight.T + bias``.
-
-    Args:
-        c: The composer.
-        shape: Shape of ``x``: [..., size].
-        x: The features.
-        weight: [outputs, size].
-        bias: [outputs], or None.
-    """
+    """Return ``x @ weight.T + bias``: ``x`` of shape [..., size], [outputs, size], [outputs]."""
     is_constant = all(v is None or _is_constant(v) for v in (weight, bias))
     if not is_constant and len(shape) > MOST_AXES:
         y = linear(c, (1, shape[-1]), c.reshape(x, (-1, shape[-1])), weight, bias)
@@ -160,15 +172,8 @@ def attention(
 ) -> Var:
     """Return ``softmax(query @ key.T * scale + mask) @ value``, of the last two dimensions.
 
-    Args:
-        c: The composer.
-        dtype: Element type.
-        query: [..., L, E].
-        key: [..., S, E].
-        value: [..., S, EV].
-        masks: At most one, [..., L, S], or sizes of 1 instead: bool, true where a key takes part,
-            or a summand.
-        scale: Factor.
+    Shapes are [..., L, E], [..., S, E] and [..., S, EV]. There is at most one mask, [..., L, S], or
+    sizes of 1 instead: bool, true where a key takes part, or a summand.
     """
     number = dtype.storage_numpy.type
     op_scale = 1 / math.sqrt(query.shape[-1])
@@ -191,13 +196,10 @@ def attention(
 
 
 def hide(dtype: DType, flag: Var, added: Var | None, score: float) -> Var:
-    """Return a mask to add to scores: ``added`` where a flag is true, else ``score``.
+    """Return a mask to add to scores: ``added``, or 0, where a flag is true, else ``score``.
 
-    Args:
-        dtype: Element type of the scores.
-        flag: True where a score is visible.
-        added: Summand of visible scores, or None; its shape and the flag's may broadcast.
-        score: Summand of hidden scores: -infinity, or so low that it replaces them.
+    The shapes of ``added`` and of the flag may broadcast. The score is -infinity, or so low that it
+    replaces the scores that it is added to.
     """
     number = dtype.storage_numpy.type
     # coremltools infers a scalar for ``select`` of two scalars, whatever the condition's shape.
@@ -298,6 +300,42 @@ class Fused(Emitter):
             axes=norm_axes,
             parameters=tuple(parameters),
             epsilon=float(epsilon),
+        )
+
+    @operation(FLOATS, _compose_batch_norm_inference)
+    def batch_norm_inference(
+        self,
+        x: Value,
+        scale: Value,
+        offset: Value,
+        mean: Value,
+        variance: Value,
+        epsilon: float = 1e-5,
+        feature_index: int = 1,
+    ) -> Value:
+        """Return ``(x - mean) / sqrt(variance + epsilon) * scale + offset``.
+
+        Args:
+            x: Tensor of rank 1 or more.
+            scale: [features], as ``offset``, ``mean`` and ``variance``.
+            offset: See ``scale``.
+            mean: See ``scale``.
+            variance: See ``scale``.
+            epsilon: Added to the variance.
+            feature_index: Axis of the features.
+        """
+        operands = (x, scale, offset, mean, variance)
+        require_same_dtype("batch_norm_inference", *operands)
+        axis = normalize_axis(feature_index, x.rank, "feature axis")
+        for operand in operands[1:]:
+            if not same_shape(operand.shape, (x.shape[axis],)):
+                raise GraphError(
+                    "batch_norm_inference: wrong shape of a statistic",
+                    got=str(operand.type),
+                    expected=f"[{x.shape[axis]}], one element per feature",
+                )
+        return self.emit(
+            "batch_norm_inference", operands, x.type, epsilon=epsilon, feature_index=axis
         )
 
     @operation(FLOATS, _compose_rms_norm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from coreml_delegate.graph.operations.gathers import compose_gather
 from coreml_delegate.graph.operations.lookup import DimensionNumbers
 from coreml_delegate.graph.operations.scatters import compose_scatter
 from coreml_delegate.graph.operations.shapes import Shapes
+from coreml_delegate.graph.sizes import known_elements
 from coreml_delegate.graph.tensor_types import ALL, INTEGERS, Dim, DType, TensorType, product
 from coreml_delegate.mil.compose import mb
 
@@ -115,12 +116,7 @@ class _Merged:
         return max(map(len, (self.shape, self.indices_shape, self.slices_shape)))
 
     def original_order(self, numbers: DimensionNumbers, rank: int) -> list[int]:
-        """Return the position in the unmerged slices of each dimension of the original slices.
-
-        Args:
-            numbers: Original dimension numbers.
-            rank: Rank of the original slices.
-        """
+        """Return the position in the unmerged slices of each dimension of slices of this rank."""
         batch = iter(sorted(self.batch))
         windows = iter(range(len(self.batch), rank))
         return [
@@ -175,11 +171,13 @@ class Indexing(Shapes):
         numbers, batch = _dimension_numbers(
             name,
             (x, indices),
-            dropped=("collapsed slice dimensions", collapsed_slice_dims),
-            batching=("operand batching dimensions", operand_batching_dims),
-            indices_batching=start_indices_batching_dims,
-            mapped=("dimensions of the start index map", start_index_map),
-            index_axis=index_vector_dim,
+            {
+                "collapsed slice dimensions": collapsed_slice_dims,
+                "operand batching dimensions": operand_batching_dims,
+                "dimensions of the start index map": start_index_map,
+            },
+            start_indices_batching_dims,
+            index_vector_dim,
         )
         window_dims = numbers.window_dims(x.rank)
         for d, (size, have) in enumerate(zip(sizes, x.shape, strict=True)):
@@ -275,11 +273,13 @@ class Indexing(Shapes):
         numbers, batch = _dimension_numbers(
             name,
             (x, indices),
-            dropped=("inserted window dimensions", inserted_window_dims),
-            batching=("input batching dimensions", input_batching_dims),
-            indices_batching=scatter_indices_batching_dims,
-            mapped=("dimensions of index vectors", scatter_dims_to_operand_dims),
-            index_axis=index_vector_dim,
+            {
+                "inserted window dimensions": inserted_window_dims,
+                "input batching dimensions": input_batching_dims,
+                "dimensions of index vectors": scatter_dims_to_operand_dims,
+            },
+            scatter_indices_batching_dims,
+            index_vector_dim,
         )
         window_dims = numbers.window_dims(x.rank)
         windows = tuple(
@@ -410,46 +410,33 @@ def _mode_of(result: Value, old: Value, new: Value) -> str:
 def _dimension_numbers(
     name: str,
     operands: tuple[Value, Value],
-    *,
-    dropped: tuple[str, Sequence[int]],
-    batching: tuple[str, Sequence[int]],
+    roles: Mapping[str, Sequence[int]],
     indices_batching: Sequence[int],
-    mapped: tuple[str, Sequence[int]],
     index_axis: int,
 ) -> tuple[DimensionNumbers, list[Dim]]:
     """Return checked numbers, without ``slice_dims``, and the indices' shape without the vectors.
 
-    Args:
-        name: Name of the operation.
-        operands: The tensor and the indices.
-        dropped: Words for messages, and ``DimensionNumbers.dropped``.
-        batching: The same for batching dimensions of the tensor.
-        indices_batching: Batching dimensions of the indices.
-        mapped: The same for mapped dimensions.
-        index_axis: Axis of the index vectors.
-
-    Raises:
-        GraphError: Numbers that do not fit together.
+    ``roles`` has the dropped, the batching and the mapped dimensions, by names for messages.
     """
     x, indices = operands
-    batch = _batch(name, indices, index_axis, len(mapped[1]))
-    lists = [normalize_axes(axes, x.rank, what) for what, axes in (dropped, batching, mapped)]
+    batch = _batch(name, indices, index_axis, len(list(roles.values())[2]))
+    dropped, batching, mapped = (normalize_axes(axes, x.rank, what) for what, axes in roles.items())
     indices_batch = normalize_axes(
         indices_batching, indices.rank, "batching dimensions of the indices"
     )
-    sizes = [x.shape[d] for d in lists[1]], [indices.shape[n] for n in indices_batch]
+    sizes = [x.shape[d] for d in batching], [indices.shape[n] for n in indices_batch]
     if index_axis in indices_batch or not same_shape(*sizes):
         raise GraphError(
             f"{name}: batching dimensions do not fit",
-            got=f"{list(lists[1])} of {x.type} and {list(indices_batch)} of {indices.type}",
+            got=f"{list(batching)} of {x.type} and {list(indices_batch)} of {indices.type}",
             expected="pairs of equal sizes, without the index vectors' dimension",
         )
-    if (set(lists[0]) | set(lists[2])) & set(lists[1]):
+    if {*dropped, *mapped} & set(batching):
         raise GraphError(
             f"{name}: a batching dimension is dropped or indexed, too",
-            got=f"batching {list(lists[1])}, dropped {list(lists[0])}, indexed {list(lists[2])}",
+            got=f"batching {list(batching)}, dropped {list(dropped)}, indexed {list(mapped)}",
         )
-    return DimensionNumbers(lists[0], lists[1], indices_batch, lists[2], index_axis, ()), batch
+    return DimensionNumbers(dropped, batching, indices_batch, mapped, index_axis, ()), batch
 
 
 def _batch(name: str, indices: Value, axis: int, count: int) -> list[Dim]:
@@ -474,10 +461,7 @@ def _batch(name: str, indices: Value, axis: int, count: int) -> list[Dim]:
 
 def _known_elements(x: Value, indices: Value, sizes: Sequence[Dim]) -> tuple[Dim, ...] | None:
     """Return the elements gathered from a vector of sizes; None if they are unknown."""
-    if x.elements is None or x.rank != 1 or list(sizes) != [1] or indices.elements is None:
+    positions = indices.elements or (None,)
+    if x.rank != 1 or list(sizes) != [1] or not all(isinstance(n, int) for n in positions):
         return None
-    positions = [position for position in indices.elements if isinstance(position, int)]
-    if len(positions) != len(indices.elements):
-        return None
-    last = len(x.elements) - 1
-    return tuple(x.elements[int(np.clip(position, 0, last))] for position in positions)
+    return known_elements(lambda xs, ns: xs[np.clip(ns.astype(int), 0, len(xs) - 1)], x, indices)

@@ -19,11 +19,9 @@ INT_MIN = np.int32(-(2**31))
 
 
 def uniform(var: Var, *, like: Var | None = None) -> int | None:
-    """Return the number that all elements of a constant equal, or None.
+    """Return the number that all elements of an int32 constant equal, or None.
 
-    Args:
-        var: int32 values.
-        like: A value whose shape has to be the broadcast shape of both.
+    It is None, too, if the broadcast shape of both is not the shape of ``like``.
     """
     value = var.val
     if value is None:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import UnsupportedOperatorError
-from coreml_delegate.graph.compose import MOST_AXES, Composer, Var
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, join
 from coreml_delegate.graph.emitter import same_size
 from coreml_delegate.graph.node import Node
-from coreml_delegate.graph.operations.axes import arrange, as_index, counting, join
+from coreml_delegate.graph.operations.axes import arrange, as_index, counting
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, product, simplify
 from coreml_delegate.mil.compose import mb
 
@@ -211,7 +211,7 @@ class Lookup:
         vectors = as_index(indices, self.dtype)
         if not clamp:
             return vectors
-        return self._clamp(vectors, _vector(c.shape([self.limit(d) for d in dimensions])))
+        return self._clamp(vectors, c.vector([self.limit(d) for d in dimensions]))
 
     def begin(self, c: Composer, indices: Var | None, *, clamp: bool = True) -> Var:
         """Return the start of the only window: an index vector of all dimensions."""
@@ -228,7 +228,7 @@ class Lookup:
         if indices is None or not self.mapped:
             return None
         vectors = self.matrix(c, indices, self.mapped, clamp=False)
-        limits = _vector(c.shape([self.limit(d) for d in self.mapped]))
+        limits = c.vector([self.limit(d) for d in self.mapped])
         if _are_inside(vectors.val, limits):
             return None
         is_inside = mb.equal(x=vectors, y=self._clamp(vectors, limits))
@@ -247,7 +247,7 @@ class Lookup:
                 part = self.column(c, indices, d, clamp=clamp)
             else:
                 continue
-            part = part if stride == 1 else mb.mul(x=part, y=_number(c.size(stride)))
+            part = part if stride == 1 else mb.mul(x=part, y=c.size(stride))
             total = part if total is None else mb.add(x=total, y=part)
         if total is None:
             return c.full(0, _int32(self.batch))
@@ -256,16 +256,14 @@ class Lookup:
     def offsets(self, c: Composer, rows: Sequence[int]) -> Var | None:
         """Return the offsets of a window's elements from its start: a vector; None if it has one.
 
-        Args:
-            c: Composer.
-            rows: Dimensions that are merged to one.
+        The dimensions ``rows`` are merged to one.
         """
         windows = self.windows(rows)
         total: Var | None = None
         for n, d in enumerate(windows):
             stride = product([self.shape[k] for k in rows[rows.index(d) + 1 :]])
             part = counting(c, self.sizes[d])
-            part = part if stride == 1 else mb.mul(x=part, y=_number(c.size(stride)))
+            part = part if stride == 1 else mb.mul(x=part, y=c.size(stride))
             part = c.reshape(part, (self.sizes[d], *(1 for _ in windows[n + 1 :])))
             total = part if total is None else mb.add(x=mb.expand_dims(x=total, axes=[-1]), y=part)
         if total is None:
@@ -274,7 +272,7 @@ class Lookup:
 
     @staticmethod
     def _clamp(x: Var, limit: Any) -> Var:
-        return mb.minimum(x=mb.maximum(x=x, y=np.int32(0)), y=_number(limit))
+        return mb.minimum(x=mb.maximum(x=x, y=np.int32(0)), y=limit)
 
 
 def spread_windows(starts: Var, offsets: Var | None) -> Var:
@@ -295,14 +293,6 @@ def _are_inside(indices: Any, limits: Any) -> bool:
     if not isinstance(indices, np.ndarray) or not isinstance(limits, np.ndarray):
         return False
     return bool(((indices >= 0) & (indices <= limits)).all())
-
-
-def _number(size: Any) -> Any:
-    return np.int32(size) if isinstance(size, int) else size
-
-
-def _vector(sizes: Any) -> Any:
-    return np.array(sizes, np.int32) if isinstance(sizes, list) else sizes
 
 
 def _int32(shape: Sequence[Dim]) -> TensorType:

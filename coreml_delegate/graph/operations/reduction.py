@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.arrange import join, reshape, transpose
 from coreml_delegate.graph.bodies import (
+    by_kind,
     call_wide,
     combine,
     identity_element,
+    is_composable,
     is_identity,
     known_extremum,
     known_kinds,
+    scalar_types,
     trace_body,
-    trace_wide,
 )
-from coreml_delegate.graph.compose import Composer, Var, const, ordered, wrap
+from coreml_delegate.graph.compose import Composer, Var, ordered, wrap
 from coreml_delegate.graph.emitter import (
     Emitter,
     normalize_axes,
@@ -29,7 +30,8 @@ from coreml_delegate.graph.emitter import (
     operation,
     same_shape,
 )
-from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.node import Node, Value, as_tuple
+from coreml_delegate.graph.operations.axes import join, reshape, transpose
 from coreml_delegate.graph.operations.integers import INT_MIN
 from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, INTEGERS, NUMBERS, DType, TensorType
 from coreml_delegate.mil.compose import mb
@@ -54,25 +56,15 @@ _OPS = {
 }
 
 
-def _full(c: Composer, number: Any, type: TensorType) -> Var:
-    """Return a tensor filled with a number of the storage dtype."""
-    if type.is_static and type.rank:
-        return const(np.full(type.static_shape, number))
-    return c.broadcast(const(number), type.shape) if type.rank else const(number)
-
-
 def _reduction(kind: str) -> Callable[[Composer, Node, Var], Var]:
     def compose(c: Composer, node: Node, x: Var) -> Var:
         dtype = node.type.dtype
         if x is None:
-            return _full(c, identity_element(kind, dtype), node.type)
+            return c.full(identity_element(kind, dtype), node.type)
         axes = list(node["dimensions"])
         if dtype is DType.BOOL:
             return _reduce_bools(kind, x, axes)
-        has_order = kind in ("maximum", "minimum")
-        x = ordered(x, dtype) if has_order else x
-        result = getattr(mb, _OPS[kind])(x=x, axes=axes)
-        return ordered(result, dtype) if has_order else wrap(result, dtype)
+        return by_kind(kind, dtype, lambda x: getattr(mb, _OPS[kind])(x=x, axes=axes), x)
 
     return compose
 
@@ -91,7 +83,7 @@ def _compose_reduce(c: Composer, node: Node, *operands: Var) -> tuple[Var, ...]:
     shape, dimensions = node.types[0].shape, node["dimensions"]
     result_shape = node.results[0].shape
     if operands[0] is None and len(operands) == count:
-        return (_full(c, identity_element(node["kind"], node.type.dtype), node.type),)
+        return (c.full(identity_element(node["kind"], node.type.dtype), node.type),)
     initial = [c.broadcast(var, (1, *result_shape)) for var in operands[count:]]
     if operands[0] is None:
         return tuple(reshape(c, var, (1, *result_shape), result_shape) for var in initial)
@@ -127,19 +119,12 @@ def compose_cumulative(kind: str, dtype: DType, x: Var, axis: int, reverse: bool
     """Return a cumulative sum, product or extremum along an axis; bools are stored as int32."""
     if kind == "add":
         return wrap(mb.cumsum(x=x, axis=axis, reverse=reverse), dtype)
-    has_order = kind in ("maximum", "minimum")
     identity = identity_element(kind, dtype)
-    if has_order and dtype is DType.UINT32:
+    if kind in ("maximum", "minimum") and dtype is DType.UINT32:
         # As ``ordered``, which flips the highest bit.
         identity = np.int32(int(identity) ^ int(INT_MIN))
-    x = scan(
-        ordered(x, dtype) if has_order else x,
-        axis,
-        functools.partial(combine, kind, dtype),
-        identity,
-        reverse=reverse,
-    )
-    return ordered(x, dtype) if has_order else wrap(x, dtype)
+    function = functools.partial(combine, kind, dtype)
+    return by_kind(kind, dtype, lambda x: scan(x, axis, function, identity, reverse=reverse), x)
 
 
 def _cumulative(kind: str) -> Callable[[Composer, Node, Var], Var]:
@@ -183,10 +168,10 @@ class Reduction(Emitter):
         Raises:
             GraphError: Shapes or types that do not fit, or a body that cannot be called on tensors.
         """
-        tensors, initial = as_values(values), as_values(initial_values)
+        tensors, initial = as_tuple(values), as_tuple(initial_values)
         check_initial("reduce", tensors, initial)
         axes = self._axes(tensors[0], dimensions)
-        scalar = trace_body(self, "body of reduce", body, tensors)
+        scalar = trace_body(self, "body of reduce", body, scalar_types(tensors))
         results = self._reduce_known(scalar, tensors, initial, axes)
         if results is None:
             results = self._reduce_by_body(body, tensors, initial, axes)
@@ -208,10 +193,9 @@ class Reduction(Emitter):
         kind = known_extremum(body)
         if kind is None or not _is_search(kind, tensors, initial, axes):
             return None
-        dtype = tensors[1].dtype
-        if kind == "maximum":
-            return self.reduce_max(tensors[0], axes), self.arg_max(tensors[0], axes[0], dtype)
-        return self.reduce_min(tensors[0], axes), self.arg_min(tensors[0], axes[0], dtype)
+        search = self.arg_max if kind == "maximum" else self.arg_min
+        value = self._emit_reduction(kind, tensors[0], axes)
+        return value, search(tensors[0], axes[0], tensors[1].dtype)
 
     def _reduce_by_body(
         self,
@@ -231,7 +215,7 @@ class Reduction(Emitter):
 
         def trace_rows(rows: int) -> Any:
             types = [TensorType(x.dtype, (rows, *result_shape)) for x in tensors]
-            return trace_wide(self, "body of reduce", body, types)
+            return trace_body(self, "body of reduce", body, types)
 
         row_count = math.prod(int(shape[axis]) for axis in axes)
         closures: dict[str, Any] = {}
@@ -252,37 +236,37 @@ class Reduction(Emitter):
     @operation(NUMBERS, _reduction("add"))
     def reduce_sum(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
         """Return the sum along axes; integers wrap."""
-        return self._emit_reduction("reduce_sum", x, dimensions)
+        return self._emit_reduction("add", x, dimensions)
 
     @operation(NUMBERS, _reduction("multiply"))
     def reduce_product(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
         """Return the product along axes; integers wrap."""
-        return self._emit_reduction("reduce_product", x, dimensions)
+        return self._emit_reduction("multiply", x, dimensions)
 
     @operation(ALL, _reduction("maximum"))
     def reduce_max(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
         """Return the largest element along axes; NaN if any is; least number if there is none."""
-        return self._emit_reduction("reduce_max", x, dimensions)
+        return self._emit_reduction("maximum", x, dimensions)
 
     @operation(ALL, _reduction("minimum"))
     def reduce_min(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
         """Return the least element along axes; NaN if any is; largest number if there is none."""
-        return self._emit_reduction("reduce_min", x, dimensions)
+        return self._emit_reduction("minimum", x, dimensions)
 
     @operation(BOOLEANS | INTEGERS, _reduction("and"))
     def reduce_and(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
         """Return whether all elements along axes are true; of integers, the bitwise and."""
-        return self._reduce_bits("and", x, dimensions)
+        return self._emit_reduction("and", x, dimensions)
 
     @operation(BOOLEANS | INTEGERS, _reduction("or"))
     def reduce_or(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
         """Return whether any element along axes is true; of integers, the bitwise or."""
-        return self._reduce_bits("or", x, dimensions)
+        return self._emit_reduction("or", x, dimensions)
 
     @operation(BOOLEANS | INTEGERS, _reduction("xor"))
     def reduce_xor(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
         """Return the exclusive or along axes: of bools, whether an odd number is true."""
-        return self._reduce_bits("xor", x, dimensions)
+        return self._emit_reduction("xor", x, dimensions)
 
     @operation(ALL, _extremum_index("reduce_argmax"), moves_data=True)
     def arg_max(self, x: Value, dimension: int, dtype: Any = "int32") -> Value:
@@ -319,23 +303,18 @@ class Reduction(Emitter):
             return tuple(range(x.rank))
         return tuple(sorted(normalize_axes(dimensions, x.rank, "dimensions")))
 
-    def _emit_reduction(self, name: str, x: Value, dimensions: int | Sequence[int] | None) -> Value:
+    def _emit_reduction(self, kind: str, x: Value, dimensions: int | Sequence[int] | None) -> Value:
         axes = self._axes(x, dimensions)
         if not axes:
             return x
-        shape = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
-        return self.emit(name, (x,), TensorType(x.dtype, shape), dimensions=axes)
+        if not is_composable(kind, x.dtype):
 
-    def _reduce_bits(self, kind: str, x: Value, dimensions: int | Sequence[int] | None) -> Value:
-        if x.dtype is DType.BOOL:
-            return self._emit_reduction(f"reduce_{kind}", x, dimensions)
-        axes = self._axes(x, dimensions)
-        if not axes:
-            return x
-        (result,) = self._reduce_by_body(
-            lambda total, element: self._call(kind, total, element), (x,), (), axes, kind
-        )
-        return result
+            def body(total: Value, element: Value) -> Value:
+                return self._call(kind, total, element)
+
+            return self._reduce_by_body(body, (x,), (), axes, kind)[0]
+        shape = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
+        return self.emit(_METHODS[kind], (x,), TensorType(x.dtype, shape), dimensions=axes)
 
     def _index_of(self, name: str, x: Value, dimension: int, dtype: Any) -> Value:
         axis = normalize_axis(dimension, x.rank, "dimension")
@@ -357,11 +336,6 @@ class Reduction(Emitter):
         """Call an operation of another family by its name."""
         method = getattr(self, name, None) or getattr(self, f"{name}_")
         return method(*arguments)
-
-
-def as_values(values: Value | Sequence[Value]) -> tuple[Value, ...]:
-    """Return a value, or a sequence of values, as a tuple."""
-    return (values,) if isinstance(values, Value) else tuple(values)
 
 
 def check_initial(name: str, tensors: Sequence[Value], initial: Sequence[Value]) -> None:

@@ -154,8 +154,7 @@ class _Writer:
         coordinates = lookup.matrix(c, indices, points, clamp=True)
         if self.pads_end:
             flag = mb.cast(x=mb.expand_dims(x=self.inside, axes=[-1]), dtype="bool")
-            end = c.shape([lookup.shape[points[0]], *(0 for _ in points[1:])])
-            end = np.array(end, np.int32) if isinstance(end, list) else end
+            end = c.vector([lookup.shape[points[0]], *(0 for _ in points[1:])])
             coordinates = mb.select(cond=flag, a=coordinates, b=end)
         want = [*lookup.batch_labels, *slice_labels]
         updates = self._neutralize(arrange_labels(updates, labels, want), want)
@@ -201,11 +200,8 @@ class _Writer:
         """Replace the indices [*batch] of windows outside of the tensor by ``end``."""
         if not self.pads_end:
             return positions
-        size = self.c.size(end)
         cond = mb.cast(x=self.inside, dtype="bool")
-        return mb.select(
-            cond=cond, a=positions, b=np.int32(size) if isinstance(size, int) else size
-        )
+        return mb.select(cond=cond, a=positions, b=self.c.size(end))
 
     def _windows(self, starts: Var, offsets: Var | None, end: Dim, count: Dim) -> Var:
         """Return the indices of all elements of windows, as a vector."""
@@ -216,9 +212,7 @@ class _Writer:
             return spread_windows(starts, offsets)
         positions = mb.add(x=mb.reshape(x=starts, shape=[-1, 1]), y=offsets)
         cond = mb.cast(x=mb.reshape(x=self.inside, shape=[-1, 1]), dtype="bool")
-        size = c.size(end)
-        end_position = np.int32(size) if isinstance(size, int) else size
-        return mb.reshape(x=mb.select(cond=cond, a=positions, b=end_position), shape=[-1])
+        return mb.reshape(x=mb.select(cond=cond, a=positions, b=c.size(end)), shape=[-1])
 
     def _pad_end(self, x: Var, axis: int) -> Var:
         """Return ``x`` with an extra row at the end of an axis, a copy of the first."""

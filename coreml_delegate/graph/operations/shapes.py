@@ -27,7 +27,7 @@ from coreml_delegate.graph.operations.axes import (
     require_rank,
     sizes_of,
 )
-from coreml_delegate.graph.sizes import known_elements
+from coreml_delegate.graph.sizes import MOST_KNOWN, known_elements
 from coreml_delegate.graph.tensor_types import (
     ALL,
     NUMBERS,
@@ -134,7 +134,7 @@ def _compose_barrier(_: Composer, __: Node, *values: Var) -> tuple[Var, ...]:
 
 def _compose_dimension_size(c: Composer, node: Node, _: Var) -> Var:
     size = c.size(node.types[0].shape[node["dimension"]])
-    return const(np.int32(size)) if isinstance(size, int) else size
+    return const(size) if isinstance(size, np.integer) else size
 
 
 class Shapes(Emitter):
@@ -248,12 +248,9 @@ class Shapes(Emitter):
             )
         target = sizes_of("iota", shape)
         axis = normalize_axis(dimension, len(target), "dimension")
-        elements = None
-        size = target[axis]
-        if len(target) == 1 and isinstance(size, int):
-            elements = (
-                known_elements(lambda: np.arange(size), dtype=element) if size <= 128 else None
-            )
+        elements, size = None, target[axis]
+        if len(target) == 1 and isinstance(size, int) and size <= MOST_KNOWN:
+            elements = known_elements(lambda: np.arange(size), dtype=element)
         return self.emit("iota", (), TensorType(element, target), dimension=axis, elements=elements)
 
     @elementwise(ALL, _compose_identity)
@@ -329,12 +326,7 @@ class Shapes(Emitter):
 
 
 def known_sizes(name: str, value: Value, default: Sequence[Dim] | None = None) -> tuple[Dim, ...]:
-    """Return the elements of a vector of sizes.
-
-    Args:
-        name: Name of the operation, for messages.
-        value: Vector of integers.
-        default: The sizes if the elements of ``value`` are unknown.
+    """Return the elements of a vector of sizes, or ``default`` if they are unknown.
 
     Raises:
         GraphError: It is not a vector of integers, or its elements are unknown without a default.

@@ -9,8 +9,7 @@ import numpy as np
 import sympy
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.arrange import spread
-from coreml_delegate.graph.compose import Composer, Var
+from coreml_delegate.graph.compose import Composer, Var, join
 from coreml_delegate.graph.emitter import Emitter, operation, require_same_dtype, same_size
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.axes import (
@@ -18,9 +17,9 @@ from coreml_delegate.graph.operations.axes import (
     as_index,
     clamp_index,
     counting,
-    join,
     require_rank,
     sizes_of,
+    spread,
 )
 from coreml_delegate.graph.operations.shapes import known_sizes
 from coreml_delegate.graph.sizes import known_elements
@@ -116,8 +115,8 @@ def write_slice(
     """Return ``x`` with the region at ``begin``, an index vector in range, replaced."""
     is_full = [same_size(size, have) for size, have in zip(sizes, shape, strict=True)]
     if c.opset >= Opset.iOS18:
-        span = c.shape([0 if w else size for w, size in zip(is_full, sizes, strict=True)])
-        end = mb.add(x=begin, y=np.array(span, np.int32) if isinstance(span, list) else span)
+        span = c.vector([0 if w else size for w, size in zip(is_full, sizes, strict=True)])
+        end = mb.add(x=begin, y=span)
         return mb.slice_update(
             x=x, update=update, begin=begin, end=end, begin_mask=is_full, end_mask=is_full
         )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, ordered
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, cast_bool, ordered
 from coreml_delegate.graph.emitter import Emitter, normalize_axis, operation, same_shape
 from coreml_delegate.graph.node import Closure, Node, Value, require_elementwise
 from coreml_delegate.graph.operations.comparators import SortKey, sort_keys
@@ -59,16 +59,12 @@ def _order_by_keys(node: Node, values: Sequence[Var], axis: int) -> Var | None:
         if key.splits_zeros:
             passes.insert(0, _sign_of_zero(value, dtype))
         for tensor in passes:
-            current = (
-                tensor
-                if order is None
-                else mb.gather_along_axis(x=tensor, indices=order, axis=axis)
-            )
-            step = mb.argsort(x=current, axis=axis, ascending=key.ascending)
             if order is None:
-                order = step
-            else:
-                order = mb.gather_along_axis(x=order, indices=step, axis=axis)
+                order = mb.argsort(x=tensor, axis=axis, ascending=key.ascending)
+                continue
+            current = mb.gather_along_axis(x=tensor, indices=order, axis=axis)
+            step = mb.argsort(x=current, axis=axis, ascending=key.ascending)
+            order = mb.gather_along_axis(x=order, indices=step, axis=axis)
     return order
 
 
@@ -94,9 +90,7 @@ def _order_by_comparison(
     arguments: list[Var] = []
     for value, operand in zip(values, node.operands, strict=True):
         transposed = value if axes == sorted(axes) else mb.transpose(x=value, perm=axes)
-        rows = c.reshape(transposed, (-1, count))
-        if operand.dtype is DType.BOOL:  # stored as int32 by a sort
-            rows = mb.cast(x=rows, dtype="bool")
+        rows = cast_bool(operand, c.reshape(transposed, (-1, count)), "bool")
         arguments += [mb.expand_dims(x=rows, axes=[2]), mb.expand_dims(x=rows, axes=[1])]
     (flag,) = c.call(comparator, arguments)
     pairs = (int(np.prod(row_shape[:-1], dtype=np.int64)), count, count)

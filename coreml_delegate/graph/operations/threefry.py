@@ -22,12 +22,9 @@ _ROW = 1024
 
 
 def compose(c: Composer, state: Var, bits: TensorType) -> tuple[Var, Var | None]:
-    """Return the next state, and random bits in XLA's layout.
+    """Return the next state, and random bits of a type in XLA's layout.
 
-    Args:
-        c: Composer.
-        state: int32 [4]: key and counter, each with its low word first.
-        bits: Type of the result.
+    The state is int32 [4]: key and counter, each with its low word first.
     """
     if bits.is_empty:
         return state, None

@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import GraphError
-from coreml_delegate.graph.arrange import reshape, spread, transpose
 from coreml_delegate.graph.bodies import (
+    by_kind,
     call_wide,
     combine,
     identity_element,
     is_composable,
     is_identity,
     known_kinds,
+    scalar_types,
     trace_body,
-    trace_wide,
 )
-from coreml_delegate.graph.compose import Composer, Var, const, ordered, wrap
+from coreml_delegate.graph.compose import Composer, Var, cast_bool, const
 from coreml_delegate.graph.emitter import Emitter, operation, same_shape
-from coreml_delegate.graph.node import Closure, Node, Value
+from coreml_delegate.graph.node import Closure, Node, Value, as_tuple
+from coreml_delegate.graph.operations.axes import reshape, spread, transpose
 from coreml_delegate.graph.operations.reduction import (
     Body,
-    as_values,
     check_initial,
     compose_cumulative,
 )
@@ -128,7 +128,6 @@ def _pad(c: Composer, node: Node, x: Var, fill: Var) -> Var:
 def _reduce_by_kind(c: Composer, node: Node, x: Var, initial: Var) -> Var:
     windows: SlidingWindows = node["windows"]
     kind, dtype, shape = node["kind"], node.operands[0].dtype, node.types[0].shape
-    has_order = kind in ("maximum", "minimum")
     scan = _running_axis(windows, shape)
     if node["is_identity"]:
         number = identity_element(kind, dtype)
@@ -138,15 +137,15 @@ def _reduce_by_kind(c: Composer, node: Node, x: Var, initial: Var) -> Var:
         if x is not None and _can_pool(windows, kind, dtype):
             return _pool(c, windows, kind, x, shape, initial)
     x = _pad(c, node, x, initial)
-    x, initial = (ordered(var, dtype) if has_order else var for var in (x, initial))
 
     def join(first: list[Var], second: list[Var]) -> list[Var]:
         return [combine(kind, dtype, first[0], second[0])]
 
-    (x,) = _grow(windows, [x], join)
-    if not node["is_identity"]:
-        x = combine(kind, dtype, x, initial)
-    return ordered(x, dtype) if has_order else wrap(x, dtype)
+    def reduce(x: Var, initial: Var) -> Var:
+        (x,) = _grow(windows, [x], join)
+        return x if node["is_identity"] else combine(kind, dtype, x, initial)
+
+    return by_kind(kind, dtype, reduce, x, initial)
 
 
 def _can_pool(windows: SlidingWindows, kind: str, dtype: DType) -> bool:
@@ -205,17 +204,18 @@ def _compose_select_and_scatter(c: Composer, node: Node, x: Var, source: Var, in
         return c.broadcast(initial, result.shape)
     positions, is_everywhere = _selected_positions(c, node, x)
     slots = total if is_everywhere else total + 1
-    has_order = kind in ("maximum", "minimum")
     data = c.broadcast(initial, (slots,))
     updates = c.reshape(source, (math.prod(node.types[1].static_shape),))
-    if has_order:
-        data, updates = ordered(data, dtype), ordered(updates, dtype)
     modes = {"add": "add", "multiply": "mul", "maximum": "max", "minimum": "min"}
     if dtype is DType.BOOL:
         kind = {"or": "maximum", "and": "minimum"}[kind]
-    scattered = mb.scatter(data=data, indices=positions, updates=updates, axis=0, mode=modes[kind])
-    scattered = c.reshape(take(scattered, 0, 0, total - slots or None), result.shape)
-    return ordered(scattered, dtype) if has_order else wrap(scattered, dtype)
+    mode = modes[kind]
+
+    def scatter(data: Var, updates: Var) -> Var:
+        data = mb.scatter(data=data, indices=positions, updates=updates, axis=0, mode=mode)
+        return c.reshape(take(data, 0, 0, total - slots or None), result.shape)
+
+    return by_kind(kind, dtype, scatter, data, updates)
 
 
 def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
@@ -244,7 +244,8 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
         if best is None:
             best, offset = current, const(np.full(grid, corner_offset, np.int32))
         else:
-            keep = c.call(node.closures["select"], _as_bools(node, [best, current]))[0]
+            pair = [cast_bool(node.operands[0], var, "bool") for var in (best, current)]
+            keep = c.call(node.closures["select"], pair)[0]
             keep = _only_where(keep, covered, inside)
             best = mb.select(cond=keep, a=best, b=current)
             offset = mb.select(cond=keep, a=offset, b=const(np.full(grid, corner_offset, np.int32)))
@@ -261,11 +262,6 @@ def _selected_positions(c: Composer, node: Node, x: Var) -> tuple[Var, bool]:
         end = const(np.full(grid, math.prod(shape), np.int32))
         positions = mb.select(cond=const(np.broadcast_to(covered, grid)), a=positions, b=end)
     return c.reshape(positions, (math.prod(grid),)), bool(covered.all())
-
-
-def _as_bools(node: Node, values: list[Var]) -> list[Var]:
-    is_bool = node.types[0].dtype is DType.BOOL
-    return [mb.cast(x=x, dtype="bool") for x in values] if is_bool else values
 
 
 def _inside(
@@ -326,7 +322,7 @@ class Windows(Emitter):
             GraphError: Arguments that do not fit together, or a body that cannot be called on
                 tensors.
         """
-        tensors, initial = as_values(values), as_values(initial_values)
+        tensors, initial = as_tuple(values), as_tuple(initial_values)
         check_initial("reduce_window", tensors, initial)
         windows = SlidingWindows.of(
             "reduce_window",
@@ -337,7 +333,7 @@ class Windows(Emitter):
             {"base_dilation": base_dilation, "window_dilation": window_dilation},
         )
         shape = windows.counts(tensors[0].shape)
-        kinds = known_kinds(trace_body(self, "body of reduce_window", body, tensors))
+        kinds = known_kinds(trace_body(self, "body of reduce_window", body, scalar_types(tensors)))
         results: tuple[Value, ...]
         if kinds and all(
             is_composable(kind, x.dtype) for kind, x in zip(kinds, tensors, strict=True)
@@ -408,19 +404,19 @@ class Windows(Emitter):
                 expected=str(list(counts)),
             )
         check_initial(name, (source,), (initial_value,))
-        kinds = known_kinds(trace_body(self, "scatter", scatter, (source,)))
+        kinds = known_kinds(trace_body(self, "scatter", scatter, scalar_types([source])))
         if kinds is None or not is_composable(kinds[0], source.dtype) or kinds[0] == "xor":
             raise GraphError(
                 f"{name}: Core ML cannot scatter with this function",
                 expected="add, multiply, maximum or minimum; or, and of bools",
             )
-        trace_body(self, "select", select, (x,), [DType.BOOL])
+        trace_body(self, "select", select, scalar_types([x]), [DType.BOOL])
         window_type = TensorType(x.dtype, source.shape)
         return self.emit(
             name,
             (x, source, initial_value),
             TensorType(source.dtype, shape),
-            closures={"select": trace_wide(self, "select", select, [window_type], [DType.BOOL])},
+            closures={"select": trace_body(self, "select", select, [window_type], [DType.BOOL])},
             windows=windows,
             kind=kinds[0],
         )
@@ -441,7 +437,7 @@ class Windows(Emitter):
         for axis, _, added in _steps(windows):
             sizes[axis] = sizes[axis] - added * windows.window_dilation[axis]
             types = [TensorType(x.dtype, tuple(sizes)) for x in tensors]
-            closures[f"step_{len(closures)}"] = trace_wide(self, name, body, types)
+            closures[f"step_{len(closures)}"] = trace_body(self, name, body, types)
         results = [TensorType(x.dtype, tuple(shape)) for x in tensors]
-        closures["initial"] = trace_wide(self, name, body, results)
+        closures["initial"] = trace_body(self, name, body, results)
         return closures

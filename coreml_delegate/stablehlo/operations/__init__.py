@@ -10,7 +10,6 @@ from coreml_delegate.graph import emitter as graph
 from coreml_delegate.stablehlo.operations import (
     computing,
     control,
-    custom_calls,
     elementwise,
     shapes,
 )
@@ -18,7 +17,7 @@ from coreml_delegate.stablehlo.parse import QUANTIZED
 from coreml_delegate.stablehlo.source_op import Rule
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    {**elementwise.RULES, **shapes.RULES, **computing.RULES, **control.RULES, **custom_calls.RULES}
+    {**elementwise.RULES, **shapes.RULES, **computing.RULES, **control.RULES}
 )
 """The rule of every supported operation by name."""
 
@@ -26,15 +25,8 @@ _DEVICES = "a Core ML model runs on one device only"
 _FEEDS = "a Core ML model takes its inputs before it runs, and returns its outputs after"
 _BY_REASON: Mapping[str, tuple[str, ...]] = {
     _DEVICES: (
-        "all_gather",
-        "all_reduce",
-        "all_to_all",
-        "async_done",
-        "async_start",
-        "collective_broadcast",
-        "collective_permute",
-        "cross-replica-sum",
-        "reduce_scatter",
+        *("all_gather", "all_reduce", "all_to_all", "async_done", "async_start"),
+        *("collective_broadcast", "collective_permute", "cross-replica-sum", "reduce_scatter"),
     ),
     _FEEDS: ("infeed", "outfeed", "recv", "send"),
     QUANTIZED: ("uniform_dequantize", "uniform_quantize"),

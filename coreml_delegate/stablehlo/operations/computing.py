@@ -175,11 +175,8 @@ def _check_starts(
 ) -> None:
     """Refuse initial values beyond 32 bits, except of extrema, where an element replaces them.
 
-    Args:
-        source: The reduction.
-        results: Its results.
-        extrema: Names of the nodes of a maximum and a minimum.
-        has_elements: Whether each result is known to be the reduction of at least one element.
+    ``extrema`` are the names of the nodes of a maximum and a minimum; ``has_elements`` is whether
+    each result is known to be the reduction of at least one element.
     """
     for result, start in zip(results, source.operands[len(results) :], strict=True):
         if not isinstance(start, WideConstant) or not isinstance(result, Value):

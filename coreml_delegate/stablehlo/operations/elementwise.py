@@ -9,6 +9,7 @@ import numpy as np
 
 from coreml_delegate.graph import DType, Value
 from coreml_delegate.graph.emitter import same_shape
+from coreml_delegate.graph.operations.elementwise import MIRRORED
 from coreml_delegate.graph.tensor_types import Dim
 from coreml_delegate.stablehlo.source_op import (
     Operand,
@@ -29,7 +30,6 @@ _BINARY = (
     *("add", "atan2", "divide", "maximum", "minimum", "multiply", "power", "remainder"),
     *("shift_left", "shift_right_arithmetic", "shift_right_logical", "subtract", "xor"),
 )
-_MIRRORED = {"EQ": "EQ", "NE": "NE", "LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 _LOGICAL = {"and": "and_", "or": "or_", "not": "not_"}
 CHLO_UNARY = (
     *("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "erf", "erf_inv", "erfc"),
@@ -89,7 +89,7 @@ def _compare(source: SourceOp) -> Value:
     if isinstance(y_operand, WideConstant):
         return _compare_wide(source, source.value(0), direction, y_operand)
     if isinstance(x_operand, WideConstant):
-        return _compare_wide(source, source.value(1), _MIRRORED[direction], x_operand)
+        return _compare_wide(source, source.value(1), MIRRORED[direction], x_operand)
     x, y = lean(source, source.values)
     return source.builder.compare(x, y, direction, total_order=is_total)
 

@@ -160,7 +160,8 @@ def grid(draw: Draw) -> Expression:
     shift = torch.rand(1, height, width, 2) * magnitude(draw, -1, 1)
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     pixels = torch.stack([columns, rows], -1).float()
-    size = torch.tensor([width - 1.0, height - 1.0])
+    sizes = (width - 1.0, height - 1.0)
+    size = torch.tensor(sizes)
     form = draw(
         st.sampled_from(
             [
@@ -168,7 +169,7 @@ def grid(draw: Draw) -> Expression:
                 lambda s: (pixels + s) * (2 / size) - 1,
                 lambda s: (s + pixels) / (size / 2) - 1,
                 lambda s: torch.stack(
-                    [2 * (pixels[..., i] + s[..., i]) / float(size[i]) - 1 for i in (0, 1)], -1
+                    [2 * (pixels[..., i] + s[..., i]) / sizes[i] - 1 for i in (0, 1)], -1
                 ),
                 lambda s: s / s.amax() * 2 - 1,
             ]

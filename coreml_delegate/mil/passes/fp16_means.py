@@ -34,6 +34,7 @@ from coreml_delegate.mil.passes.matching import (
     replace,
     variables,
 )
+from coreml_delegate.patches.coremltools import INFINITE_FROM
 
 _LONG = 16  # terms of a sum that is worth another op
 _LARGEST_FACTOR = 4.0  # of a mean; a larger one shows the bits that fp16 lacks below 6e-5
@@ -243,8 +244,13 @@ def _divide_move(op: Any, divide: Divide, _: int) -> Any:
 
 def _divide_clip(op: Any, divide: Divide, count: int) -> Any:
     x = divide(op.x)
-    bounds = {name: np.float32(op.inputs[name].val / count) for name in ("alpha", "beta")}
+    bounds = {name: _share(op.inputs[name].val, count) for name in ("alpha", "beta")}
     return None if x is None else _rebuilt(op, x=x, **bounds)
+
+
+def _share(number: float, count: int) -> Any:
+    """Return ``number / count`` in fp32; numbers that mean infinity unchanged."""
+    return np.float32(number if abs(number) >= INFINITE_FROM else number / count)
 
 
 def _divide_terms(op: Any, divide: Divide, count: int) -> Any:
@@ -253,7 +259,7 @@ def _divide_terms(op: Any, divide: Divide, count: int) -> Any:
     changed = dict[str, Any]()
     for name in names:
         number = number_in(op.inputs[name])
-        part = divide(op.inputs[name]) if number is None else np.float32(number / count)
+        part = divide(op.inputs[name]) if number is None else _share(number, count)
         if part is None:
             return None
         changed[name] = part

@@ -9,7 +9,8 @@ of another carrier. Ends of chains:
 
 - **Angles.** The sine of 981 rad, which fp16 rounds to a multiple of 0.5.
 - **Coordinates** of ``resample`` and ``crop_resize``, which MIL takes in fp32 beside pixels in
-  fp16, and floats that become integers, as indices. fp16 has no odd numbers from 2048 on.
+  fp16, and floats that become integers, as indices, with the fractions ``x - floor(x)`` between
+  them. fp16 has no odd numbers from 2048 on.
 - **Bounds.** fp16 rounds 1 - 1e-7 to 1, where ``log(1 - x)`` is infinite, and 1e-12 to 6e-8.
 - **Deviations** of an input of the model from its mean: fp16 has multiples of 16 around 20,000.
 """
@@ -157,6 +158,7 @@ _FUNCTIONS_OF_ANGLES = frozenset({"sin", "cos", "tan"})
 _LARGEST_ANGLE = 8.0  # fp16 has steps of 2 ** -8 below it
 _FEW_TERMS = 16  # of a running sum
 _LARGEST_OF_FP16 = float(np.finfo(np.float16).max)
+_MOST_ELEMENTS = 2**20  # of a constant that is read as a table; looking at more takes time
 _LARGE = 2048.0  # fp16 has no odd integers beyond
 
 
@@ -184,8 +186,10 @@ def _begins_angle(op: Any) -> bool:
 
 
 def _largest(var: Any) -> float:
-    """Return the largest magnitude of a constant; NaN for other variables."""
-    return float(np.max(np.abs(var.val))) if _is_constant(var) and np.size(var.val) else math.nan
+    """Return the largest magnitude of a constant; NaN for other variables, and for weights."""
+    if not _is_constant(var) or not 0 < np.size(var.val) <= _MOST_ELEMENTS:
+        return math.nan
+    return float(max(abs(np.min(var.val)), abs(np.max(var.val))))
 
 
 def _is_constant(var: Any) -> bool:
@@ -282,6 +286,35 @@ def _with_pixels_in_fp16(op: Any, name: str) -> Any:
 
 def _name(dtype: Any) -> str:
     return dtype.__name__
+
+
+# Fractions
+
+
+def _keep_fractions(search: _Search, block: Any) -> None:
+    """Keep ``x - floor(x)``, with x of any size, and remainders."""
+    rounded = _followers(block, _is_rounded, _keeps_integers)
+    carriers = search.carriers(block, lambda _: False)
+    for op in block.operations:
+        is_fraction = op.op_type == "mod" or (
+            op.op_type == "sub"
+            and any(var.op in rounded for var in operands(op))
+            and not (_is_constant(op.x) or _is_rounded(op.x.op))
+        )
+        chains = [_chain(var, carriers) for var in operands(op)] if is_fraction else []
+        if chains and (chains[0] or search.is_exact(op.x)):
+            search.keep({op}.union(*chains))
+
+
+def _is_rounded(op: Any) -> bool:
+    """Whether an op, or None, has whole numbers as a result."""
+    if op is None or op.op_type not in _STEPS | {"cast"}:
+        return False
+    return op.op_type != "cast" or (is_fp32(op.outputs[0]) and op.x.dtype.__name__ == "int")
+
+
+def _keeps_integers(op: Any) -> bool:
+    return op.op_type in MOVES | _EXTREMES | {"select", "mul"}
 
 
 # Bounds
@@ -468,6 +501,7 @@ def _deviations(x: Any) -> set[Any]:
 _RULES: tuple[Callable[[_Search, Any], None], ...] = (
     _keep_angles,
     _keep_coordinates,
+    _keep_fractions,
     _keep_bounds,
     _keep_comparisons_with_infinity,
     _keep_deviations,

@@ -117,6 +117,12 @@ COORDINATES: dict[str, Case] = {
         lambda x, i: x[(i.float() * 1.5).round().long()],
         (torch.randn(8192), torch.arange(4001, 5001, 9)),
     ),
+    "interpolated by hand": (
+        lambda x, p: (lambda i: torch.lerp(x[i.long()], x[i.long() + 1], p - i))(p.floor()),
+        (torch.randn(5000), torch.rand(200) * 4990),
+    ),
+    "fraction": (lambda x: (x * 31.7).frac() + 0.5, (torch.rand(200) * 100,)),
+    "remainder": (lambda x: torch.remainder(x * 31.7, 3), (torch.rand(200) * 100,)),
     "logarithmic bucket": (
         lambda x, i: x[(torch.log(i.float() / 16) / math.log(8) * 160).to(torch.long)],
         (torch.randn(512), torch.arange(17, 900, 7)),

@@ -55,10 +55,7 @@ class Observer:
     ) -> tuple[dict[str, Array], tuple[OpEvent, ...]]:
         """Run once.
 
-        Args:
-            inputs: Checked arrays by feature name.
-            state: State of the model. Values are computed first, without changing it.
-            with_values: Whether to report values of ops, for which the call is computed twice.
+        With values, the call is computed twice: the values first, without changing ``state``.
 
         Returns:
             The outputs, and the events in order of execution. Events with values come first,

@@ -67,11 +67,8 @@ class InputShapes:
     def limits(self, inputs: Sequence[str]) -> tuple[InputLimits, ...] | None:
         """Return the limits that ``check`` checks, for native calls; without enumerated shapes.
 
-        Args:
-            inputs: Names of all inputs, in the order of calls.
-
         Returns:
-            The limits of each input; None if there is an obstacle.
+            The limits of each of ``inputs``, in the order of calls; None if there is an obstacle.
         """
         if self.native_obstacle is not None:
             return None
@@ -97,10 +94,7 @@ class InputShapes:
         )
 
     def check(self, shapes: Mapping[str, Shape]) -> None:
-        """Refuse shapes that the function does not accept.
-
-        Args:
-            shapes: Shapes by input name, at least of the inputs in ``names``.
+        """Refuse shapes, at least of the inputs in ``names``, that the function does not accept.
 
         Raises:
             InputError: Names the input, the dimension, its size, and what was expected.
@@ -210,10 +204,6 @@ def _dimensions_with_expressions(
 
 def check_shape(feature: Feature, shape: tuple[int, ...]) -> None:
     """Refuse a shape that the description of an input does not allow.
-
-    Args:
-        feature: The input.
-        shape: Shape of the array for this input.
 
     Raises:
         InputError: Names the input, the first dimension that does not fit, its size, and its range.

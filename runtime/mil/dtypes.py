@@ -116,12 +116,9 @@ def packed_nbytes(dtype: DType, count: int) -> int:
 
 
 def unpack_bits(packed: NDArray[np.uint8], dtype: DType, count: int) -> NDArray[np.generic]:
-    """Unpack ``count`` sub-byte integers to bytes.
+    """Unpack ``count`` integers of a packed type to bytes.
 
-    Args:
-        packed: [ceil(count * bits / 8)], uint8, elements from the least significant bit on.
-        dtype: A packed type (int4, uint1, uint2, uint3, uint4, uint6).
-        count: Number of elements.
+    ``packed`` is [ceil(count * bits / 8)], uint8, elements from the least significant bit on.
 
     Returns:
         [count], int8 for int4, else uint8.

@@ -31,13 +31,10 @@ Features = tuple[Feature, ...]
 def read_features(
     name: str, description: Any, types: Mapping[str, ValueType], excluded: Collection[str] = ()
 ) -> tuple[Features, Features, Features]:
-    """Return inputs, outputs and states of one function, in declaration order.
+    """Return inputs, outputs and states of the function ``name``, in declaration order.
 
-    Args:
-        name: Function name, which selects the description in a multifunction model.
-        description: ``ModelDescription`` message.
-        types: MIL type of every function parameter and top-level value.
-        excluded: Names of outputs that the program does not compute.
+    ``types`` has the MIL type of every parameter and top-level value; the program does not compute
+    the ``excluded`` outputs.
 
     Raises:
         BlobFormatError: The description lacks the function, or the program lacks a feature.

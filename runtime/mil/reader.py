@@ -127,10 +127,7 @@ _STORED_DTYPES = {
 
 
 def read_files(files: Mapping[str, Buffer]) -> Program:
-    """Read the program of an mlpackage from its files.
-
-    Args:
-        files: Relative POSIX path -> content; constants are views of it.
+    """Read the program of an mlpackage from its files; constants are views of them.
 
     Raises:
         BlobFormatError: Any part is missing or malformed.
@@ -158,10 +155,7 @@ def read_mlpackage(path: Path | str) -> Program:
 def read_program(spec: bytes | memoryview, weights: Mapping[str, WeightFile]) -> Program:
     """Parse a serialized ``Model``.
 
-    Args:
-        spec: Bytes of the message.
-        weights: Weight files by path relative to the specification, for example
-            ``weights/weight.bin``.
+    The paths of weight files, such as ``weights/weight.bin``, are relative to the specification.
 
     Raises:
         BlobFormatError: The bytes do not parse, or are inconsistent.
@@ -229,12 +223,9 @@ class WeightFile:
         check_header(self.name, self.buffer)
 
     def read(self, offset: int, dtype: DType, count: int) -> NDArray[np.uint8]:
-        """Return the stored bytes of one blob.
+        """Return the stored bytes of the blob whose record is at byte ``offset``.
 
-        Args:
-            offset: Offset of the blob's record, in bytes.
-            dtype: The type that the program declares; must equal the stored type.
-            count: Number of elements that the program declares.
+        ``dtype`` and ``count`` are the type and the number of elements that the program declares.
 
         Returns:
             [nbytes], uint8, a read-only view.

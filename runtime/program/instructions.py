@@ -50,14 +50,9 @@ def bind_method(
     replaced_inputs: Iterable[int],
     delegate_only: DelegateOnlyValues,
 ) -> tuple[tuple[tuple[Step, ...], ...], frozenset[int]]:
-    """Turn the instructions of a method into steps.
+    """Turn the instructions of a method into steps, which read and write the list ``values``.
 
-    Args:
-        method: The method.
-        values: Value table of the method; the steps read and write this list object.
-        delegates: Loaded delegates of the method, by number.
-        replaced_inputs: Inputs that each run replaces with the caller's object.
-        delegate_only: Values that only delegates use.
+    Each run replaces the ``replaced_inputs`` by the caller's objects.
 
     Returns:
         The steps by chain, and the indices of the values that runs replace.

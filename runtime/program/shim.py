@@ -92,8 +92,12 @@ class _Delegate:
     arguments: list[_Argument] = field(default_factory=list[_Argument])
 
 
-class _ThreadState(threading.local):
-    """Exceptions and delegates that callbacks store for the caller on the same thread."""
+class ThreadState(threading.local):
+    """Exceptions and delegates that callbacks store for the caller on the same thread.
+
+    Delegates of the thread may log values of ``remaining_bytes``, None if unknown: the runtime ends
+    the process when its debug buffer is full.
+    """
 
     error: BaseException | None = None
     is_kept: bool = False
@@ -109,7 +113,7 @@ class KeptErrors:
 
     __slots__ = ("_before", "_state")
 
-    def __init__(self, state: _ThreadState) -> None:
+    def __init__(self, state: ThreadState) -> None:
         self._state = state
 
     def __enter__(self) -> Self:
@@ -144,7 +148,11 @@ _PROTOTYPES: Final[Mapping[str, tuple[Any, ...]]] = {
 
 
 class Shim:
-    """The loaded library, one per process, because registrations are permanent."""
+    """The loaded library, one per process, because registrations are permanent.
+
+    Attributes:
+        state: The state of the calling thread.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -155,7 +163,7 @@ class Shim:
         library.coreml_shim_close.restype = None
         self._loaders: dict[str, DelegateLoader] = {}
         self._delegates: dict[int, _Delegate] = {}
-        self._state = _ThreadState()
+        self.state = ThreadState()
         # The runtime keeps pointers to these, so they must stay alive.
         self._callbacks = _Callbacks(
             _INIT(self._init), _EXECUTE(self._execute), _DESTROY(self._destroy)
@@ -180,10 +188,6 @@ class Shim:
                 )
         self._loaders[backend_id] = loader
 
-    def keeping_errors(self) -> KeptErrors:
-        """Return a context in which errors of callbacks on this thread are kept, not logged."""
-        return KeptErrors(self._state)
-
     @contextmanager
     def collecting(self) -> Generator[list[DelegateCallable]]:
         """Collect the delegates that this thread loads within the context.
@@ -191,31 +195,19 @@ class Shim:
         Yields:
             The delegates in loading order, which is the order of the ``.pte``.
         """
-        before, delegates = self._state.loaded, list[DelegateCallable]()
-        self._state.loaded = delegates
+        before, delegates = self.state.loaded, list[DelegateCallable]()
+        self.state.loaded = delegates
         try:
             yield delegates
         finally:
-            self._state.loaded = before
-
-    def set_remaining_bytes(self, nbytes: int | None) -> None:
-        """Set the number of bytes of values that delegates of this thread may log; None: unknown.
-
-        The runtime ends the process when its debug buffer is full.
-        """
-        self._state.remaining_bytes = nbytes
-
-    @property
-    def remaining_bytes(self) -> int | None:
-        """Bytes that delegates of this thread may still log; None if unknown."""
-        return self._state.remaining_bytes
+            self.state.loaded = before
 
     # --- callbacks
 
     def _report(self, error: BaseException, doing: str) -> int:
-        self._state.error = error
-        if not self._state.is_kept:
-            self._state.error = None  # has no reader: do not keep its frames alive
+        self.state.error = error
+        if not self.state.is_kept:
+            self.state.error = None  # has no reader: do not keep its frames alive
             _logger.error("%s failed", doing, exc_info=error)
         return _FAILED
 
@@ -247,8 +239,8 @@ class Shim:
             native = delegate.native
             if native is not None:
                 self._library.coreml_shim_set_native(handle, native.run, native.model)
-            if self._state.loaded is not None:
-                self._state.loaded.append(delegate)
+            if self.state.loaded is not None:
+                self.state.loaded.append(delegate)
         except BaseException as error:  # noqa: BLE001 - nothing may be raised into C++
             return self._report(error, "loading a delegate")
         return _OK
@@ -304,12 +296,12 @@ class Shim:
 
     def _log_value(self, tracer: int, symbol: bytes, value: torch.Tensor) -> None:
         tensor = value.to(LOGGED_AS.get(value.dtype, value.dtype))
-        remaining = self._state.remaining_bytes
+        remaining = self.state.remaining_bytes
         if remaining is not None:
             remaining -= tensor.nbytes + ALIGNMENT
             if remaining < 0:
                 raise debug_buffer_error(symbol.decode(), tensor.nbytes)
-            self._state.remaining_bytes = remaining
+            self.state.remaining_bytes = remaining
         sizes = (c_int32 * tensor.dim())(*tensor.shape)
         code = self._library.coreml_shim_log_value(
             tracer, symbol, SCALAR_TYPES[tensor.dtype], tensor.data_ptr(), sizes, tensor.dim()

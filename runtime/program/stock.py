@@ -215,12 +215,12 @@ class StockProgram(HostProgram):
         own = _logged_bytes(info)
         if own > self._remaining_bytes:
             raise debug_buffer_error(f"method {info.name!r}", own)
-        library.set_remaining_bytes(self._remaining_bytes - own)
+        library.state.remaining_bytes = self._remaining_bytes - own
         try:
             yield
         finally:
-            self._remaining_bytes = library.remaining_bytes or 0
-            library.set_remaining_bytes(None)
+            self._remaining_bytes = library.state.remaining_bytes or 0
+            library.state.remaining_bytes = None
 
     def _logged_events(self) -> tuple[bytes, bytes] | None:
         if self._written is None and self._remaining_bytes is not None:
@@ -371,7 +371,7 @@ def _start_threads() -> None:
 def _call(action: Callable[[], Any], info: MethodInfo, what: str) -> Any:
     """Run ``action``; raise a delegate's exception instead of the runtime's error number."""
     library = shim.loaded_shim()
-    with nullcontext() if library is None else library.keeping_errors() as kept_errors:
+    with nullcontext() if library is None else shim.KeptErrors(library.state) as kept_errors:
         try:
             return action()
         except (RuntimeError, MemoryError) as error:

@@ -22,7 +22,7 @@ from support.partitioned import ATOL, RTOL, Network, example
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import BlobFormatError, OptionError, ProgramError
-from coreml_delegate.runtime.program.ptd import ExternalData
+from coreml_delegate.runtime.program.ptd import read_external_data
 from coreml_delegate.scripts.cli import main
 
 HOSTS = ("python", "stock")
@@ -99,8 +99,7 @@ def rewritten(entries: Mapping[str, memoryview]) -> bytes:
 @pytest.mark.parametrize("host", HOSTS)
 def test_data_of_another_program(files: tuple[Path, Path], host: str) -> None:
     pte, ptd = files
-    data = ExternalData.open(ptd)
-    entries = {key: found for key in data.keys if (found := data.get(key)) is not None}
+    entries = read_external_data(ptd)
     short = entries | {"first.weight": entries["first.weight"][:8]}
     del short["second.bias"]
     with pytest.raises(ProgramError) as raised:
@@ -114,13 +113,8 @@ def test_data_of_another_program(files: tuple[Path, Path], host: str) -> None:
 
 def test_several_files(files: tuple[Path, Path]) -> None:
     pte, ptd = files
-    data = ExternalData.open(ptd)
-    halves = [
-        rewritten(
-            {key: found for key in data.keys[part::2] if (found := data.get(key)) is not None}
-        )
-        for part in range(2)
-    ]
+    data = read_external_data(ptd)
+    halves = [rewritten({key: data[key] for key in list(data)[part::2]}) for part in range(2)]
     assert_runs(runtime.load_program(pte, data=halves))
     with pytest.raises(OptionError, match=r"takes one file of external data: got 2\. Use host="):
         runtime.load_program(pte, data=halves, host="stock")
@@ -138,7 +132,7 @@ def test_damage_is_noticed_or_harmless(files: tuple[Path, Path]) -> None:
         damaged.append(bytes(flipped))
     for data in damaged:
         with contextlib.suppress(BlobFormatError):
-            ExternalData.open(data)
+            read_external_data(data)
 
 
 def test_no_such_file(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -62,9 +62,7 @@ Value: TypeAlias = "Tensor | TensorList | str | dict[Any, Any]"
 def array_to_tensor(array: NDArray[np.generic], dtype: DType) -> Tensor:
     """Return a tensor on the memory of ``array`` if its layout allows, else on a copy.
 
-    Args:
-        array: Array of the numpy dtype of ``dtype``; any strides, writable or not.
-        dtype: The dtype that the program declares.
+    ``array`` has the numpy dtype of ``dtype`` and any strides, and may be read-only.
 
     Returns:
         A tensor of the same shape and the storage dtype, which must not be written to.

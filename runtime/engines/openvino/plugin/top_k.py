@@ -34,13 +34,8 @@ def first_indices(x: Tensor, count: int, axis: int, mode: str) -> Any:
     """Return the indices of the first elements in stable order, i32.
 
     Let ``last`` be the value at position ``count`` of the sorted axis. All elements sorted before
-    ``last`` are taken, then the elements equal to ``last`` with the lowest indices.
-
-    Args:
-        x: Floating-point numbers without NaN.
-        count: Number of elements; see ``is_long``.
-        axis: Counted from the front.
-        mode: ``max`` or ``min``.
+    ``last`` are taken, then the elements equal to ``last`` with the lowest indices. ``x`` has no
+    NaN, ``axis`` is counted from the front, and ``mode`` is ``max`` or ``min``; see ``is_long``.
     """
     size = dims(x)[axis] or 0
     last = ops.gather(_heap(x, count, axis, mode).output(0), ints([count - 1]), ints(axis))

@@ -117,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.force:
         report.require_precision()
     if program is not None and args.precision is Precision.FLOAT16 and not args.no_verify:
-        report = _measured(report, program.buffer, source, args.min_sqnr)
+        samples = flexible_shapes.samples_of_shapes(source, args.enumerated_shapes, args.seed)
+        report = _measured(report, program.buffer, samples, args.min_sqnr)
     _write(args, output, program, source, report)
     if sizes is not None and program is not None:
         sizes = sizes.with_program(program.buffer)
@@ -133,9 +134,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(
-    report: DelegationReport, program: bytes, source: SourceModel, min_sqnr_db: float
+    report: DelegationReport, program: bytes, samples: list[list[Any]], min_sqnr_db: float
 ) -> DelegationReport:
-    """Measure a program in fp16 on the example inputs; warn if its outputs miss the target."""
+    """Measure a program in fp16 on samples; warn if its outputs miss the target."""
     from coreml_delegate.partition.precision import precision_report
     from coreml_delegate.runtime.precision import measure_method
 
@@ -143,7 +144,7 @@ def _measured(
         return report
     try:
         with console.step("Measuring in fp16"):
-            measurement = measure_method(program, [source.leaves], min_sqnr_db=min_sqnr_db)
+            measurement = measure_method(program, samples, min_sqnr_db=min_sqnr_db)
     except (ProgramError, UnsupportedOpError, ExecutionError) as error:
         console.note(f"not measured, because the program does not run here: {error}")
         return report
@@ -345,8 +346,12 @@ def _partitioner(
         by_node = {str(in_graph.get(name, name)): choices for name, choices in shapes.items()}
         specs.append(CoreMLBackend.generate_enumerated_shapes_compile_spec(program, by_node))
     keywords = arguments.keywords_of(args, PartitionerKeywords)
-    if source is not None and args.calibration is not None and args.precision is Precision.AUTO:
-        keywords["precision_data"] = quantization_options.read_samples(args, source)
+    if source is not None and args.precision is Precision.AUTO:
+        keywords["precision_data"] = (
+            flexible_shapes.samples_of_shapes(source, args.enumerated_shapes, args.seed)
+            if args.calibration is None
+            else quantization_options.read_samples(args, source)
+        )
     return CoreMLPartitioner(compile_specs=specs, **keywords)
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.scripts import arguments
@@ -125,6 +125,40 @@ def enumerated(choices: Sequence[Choices]) -> dict[str, list[list[int]]]:
             raise OptionError("--enumerated-shapes is given twice for an input", got=repr(name))
         shapes_by_input[name] = shapes
     return shapes_by_input
+
+
+def samples_of_shapes(
+    source: SourceModel, choices: Sequence[Choices], seed: int
+) -> list[list[Any]]:
+    """Return inputs to measure a program with: of each combination of enumerated shapes.
+
+    Args:
+        source: The model, whose example inputs are used where they have the shapes.
+        choices: Shapes by input; without any, the example inputs are the only sample.
+        seed: Of the random inputs of other shapes.
+    """
+    shapes = enumerated(choices)
+    if not shapes:
+        return [source.leaves]
+    from coreml_delegate.scripts.inputs.random_tensors import generator, resample
+
+    random = generator(seed)
+    samples: list[list[Any]] = []
+    for index in range(len(next(iter(shapes.values())))):
+        sample: list[Any] = []
+        for name, leaf in zip(source.input_names, source.leaves, strict=True):
+            shape = tuple(shapes[name][index]) if name in shapes else None
+            is_example = shape is None or tuple(leaf.shape) == shape
+            sample.append(leaf if is_example else resample(_spread(leaf, shape), random))
+        samples.append(sample)
+    return samples
+
+
+def _spread(leaf: Any, shape: Sequence[int] | None) -> Any:
+    """Return the values of a tensor, repeated or cut, in another shape."""
+    count = math.prod(shape or ())
+    flat = leaf.reshape(-1)
+    return flat.repeat(-(-count // max(flat.numel(), 1)))[:count].reshape(shape)
 
 
 def _check_inputs(source: SourceModel, input_dims: Iterable[tuple[str, int]]) -> None:

@@ -160,6 +160,18 @@ def test_calibration_data_is_measured(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.usefixtures("_here")
+@pytest.mark.parametrize("precision", ["auto", "float16"])
+def test_every_enumerated_shape_is_measured(
+    precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--enumerated-shapes", "x=1,16/3,16", "--precision", precision)
+    assert main(["export", MODEL, *options, "-o", "a.pte", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["precision"]
+    assert measured["before_db"] == "-inf"
+    assert measured["is_reached"] is (precision == "auto")
+
+
+@pytest.mark.usefixtures("_here")
 def test_nothing_is_written_if_the_target_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--precision", "auto", "-o", "a.pte")
     model = "support.cli_models:unreachable"

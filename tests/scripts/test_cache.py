@@ -11,9 +11,7 @@ from support.command import TINY
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.caches import CACHE_VARIABLE, HOMELESS
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
-from coreml_delegate.runtime import Precision
 from coreml_delegate.runtime.program import shim
-from coreml_delegate.scripts import arguments
 from coreml_delegate.scripts.cli import main
 
 
@@ -21,10 +19,6 @@ from coreml_delegate.scripts.cli import main
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("COREML_DELEGATE_CACHE", str(tmp_path))
     monkeypatch.delenv(LIMIT_VARIABLE, raising=False)
-
-
-def test_engine_precisions_equal_the_enum():
-    assert {precision.value for precision in Precision} == set(arguments.ENGINE_PRECISIONS)
 
 
 def test_caches_are_shown_and_cleared(tmp_path, capsys):

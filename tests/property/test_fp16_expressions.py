@@ -147,7 +147,7 @@ def norm(draw: Draw) -> Expression:
                 lambda x: (x - x.mean(-1, keepdim=True)) / 100,
                 lambda x: x - x[..., -1:],
                 lambda x: (x - x.amin(-1, True)) / (x.amax(-1, True) - x.amin(-1, True)),
-                lambda x: (x - offset) * 0.01,
+                lambda x: (x - (offset if abs(offset) > 256 else 0)) * 0.01,
             ]
         )
     )

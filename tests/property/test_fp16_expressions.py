@@ -127,7 +127,8 @@ def quotient(draw: Draw) -> Expression:
 
 def norm(draw: Draw) -> Expression:
     count = draw(st.sampled_from([2, 8, 64, 100]))
-    x = torch.randn(3, count) * magnitude(draw, 0, 2.5) + draw(st.floats(-30000, 30000))
+    offset = draw(st.floats(-30000, 30000))
+    x = torch.randn(3, count) * magnitude(draw, 0, 2.5) + offset
     epsilon = draw(st.sampled_from([1e-3, 1e-5, 1e-6]))
     form = draw(
         st.sampled_from(
@@ -144,6 +145,9 @@ def norm(draw: Draw) -> Expression:
                 lambda x: F.layer_norm(x, (count,), eps=epsilon),
                 lambda x: x - x.mean(),
                 lambda x: (x - x.mean(-1, keepdim=True)) / 100,
+                lambda x: x - x[..., -1:],
+                lambda x: (x - x.amin(-1, True)) / (x.amax(-1, True) - x.amin(-1, True)),
+                lambda x: (x - (offset if abs(offset) > 256 else 0)) * 0.01,
             ]
         )
     )

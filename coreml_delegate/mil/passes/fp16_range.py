@@ -406,7 +406,8 @@ def _bound_attention(op: Any, may_cast: Selector) -> None:
     """Clamp the mask of an attention; rows that it hides as a whole attend to all keys alike.
 
     Engines add the mask to the scores in fp32 or in fp16, so that a row of -65504 may keep the
-    scores; with a query of 0 it has none.
+    scores; with a query of 0 it has none. Zeros for rows that are hidden by minus infinity are left
+    out if the mask has only finite numbers.
     """
     mask = op.inputs.get("attn_mask") if op.op_type == "scaled_dot_product_attention" else None
     if mask is None or not is_fp32(mask) or not may_cast(op):
@@ -425,9 +426,39 @@ def _bound_attention(op: Any, may_cast: Selector) -> None:
     query = op.query
     if hides_rows:
         query = mb.select(cond=is_hidden, a=np.float32(0), b=query, **keywords)
-    operands = {"query": query, "key": op.key, "value": op.value, "attn_mask": bounded}
-    name = op.outputs[0].name
-    replace(op, mb.scaled_dot_product_attention(**operands, name=name, **keywords))
+    ops = [op]
+    selection = only_reader(op, "select")
+    if selection is not None and _zeroes_infinite_rows(selection, mask) and _is_finite(mask):
+        ops.append(selection)
+    arguments = {"query": query, "key": op.key, "value": op.value, "attn_mask": bounded}
+    name = ops[-1].outputs[0].name
+    result = mb.scaled_dot_product_attention(**arguments, name=name, **keywords)
+    for replaced in ops:
+        replace(replaced, result)
+
+
+def _zeroes_infinite_rows(selection: Any, mask: Any) -> bool:
+    """Match ``select(max(float(mask > -inf)) <= 0, 0, attention)``, which zeroes hidden rows."""
+    var = selection.cond
+    for kind in ("less_equal", "reduce_max", "cast"):
+        op = made_by(var, kind)
+        var = None if op is None else op.x
+    comparison = made_by(var, "greater")
+    if comparison is None or comparison.x is not mask:
+        return False
+    return number_in(comparison.y) == -math.inf and number_in(selection.a) == 0
+
+
+def _is_finite(mask: Any) -> bool:
+    """Whether all elements of a mask are elements of finite constants."""
+    pending = [mask]
+    while pending:
+        var = pending.pop()
+        op = made_by(var, "const", "select", *MOVES)
+        if op is None or (op.op_type == "const" and not np.isfinite(var.val).all()):
+            return False
+        pending += operands(op) if op.op_type != "const" else []
+    return True
 
 
 def _may_overflow(var: Any, is_added: bool) -> bool:

@@ -12,7 +12,8 @@ of another carrier. Ends of chains:
   fp16, and floats that become integers, as indices, with the fractions ``x - floor(x)`` between
   them. fp16 has no odd numbers from 2048 on.
 - **Bounds.** fp16 rounds 1 - 1e-7 to 1, where ``log(1 - x)`` is infinite, and 1e-12 to 6e-8.
-- **Deviations** of an input of the model from its mean: fp16 has multiples of 16 around 20,000.
+- **Deviations** of an input of the model from its mean, its first value or a constant: fp16 has
+  multiples of 16 around 20,000. The cast of the input moves behind the difference.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from coreml_delegate.mil.passes.matching import (
     Selector,
     count_of,
     is_fp32,
+    is_output,
     made_by,
     number_in,
-    only_reader,
     operands,
     variables,
 )
@@ -469,33 +470,60 @@ def _exceeds_fp16(op: Any) -> bool:
     return any(_LARGEST_OF_FP16 < _largest(var) < math.inf for var in operands(op))
 
 
-# Deviations from the mean
+# Deviations
+
+_LARGE_MEAN = 256.0  # fp16 has steps of 1/4 beyond
+_STATISTICS = frozenset(
+    {
+        *("reduce_mean", "reduce_max", "reduce_min", "transpose", "reshape", "expand_dims"),
+        *("squeeze", "slice_by_index", "slice_by_size", "tile"),
+    }
+)
 
 
 def _keep_deviations(search: _Search, block: Any) -> None:
-    """Keep ``x - mean(x)`` and layer norms of inputs that no other op reads."""
+    """Keep differences of elements of an input, where its cast can follow instead."""
     for x in search.inputs:
         if x.child_ops and x not in block.outputs:
             search.keep(_deviations(x))
 
 
 def _deviations(x: Any) -> set[Any]:
-    """Return ``reduce_mean(x)`` and ``x - mean``, or a layer norm, if no other op reads ``x``."""
-    ops = set(x.child_ops)
-    if len(ops) == 2:
-        mean, difference = sorted(ops, key=lambda op: op.op_type)
-        is_deviation = (mean.op_type, difference.op_type) == ("reduce_mean", "sub")
-        is_deviation = is_deviation and difference.y is mean.outputs[0]
-        return ops if is_deviation and mean.outputs[0].child_ops == [difference] else set()
-    (op,) = list(ops)[:1]
-    if op.op_type == "layer_norm":
-        return ops
-    is_scaled = op.op_type == "mul" and any(number_in(var) is not None for var in operands(op))
-    reader = only_reader(op, "layer_norm", "mul", "transpose")
-    if len(ops) > 1 or reader is None or not (is_scaled or op.op_type == "transpose"):
+    """Return the ops from an input to its deviations, if no other op reads the input."""
+    statistics, ends, pending = set[Any](), set[Any](), [x]
+    while pending:
+        for op in pending.pop().child_ops:
+            is_statistic = op.op_type in _STATISTICS or (
+                op.op_type == "mul" and any(number_in(var) is not None for var in operands(op))
+            )
+            if not is_statistic:
+                ends.add(op)
+            elif op not in statistics:
+                statistics.add(op)
+                pending += op.outputs
+    values = {x, *(var for op in statistics for var in op.outputs)}
+    if any(is_output(var) for var in values - {x}):
         return set()
-    following = _deviations(op.outputs[0])
-    return {op, *following} if following else set()
+    if not all(_is_deviation(op, values) for op in ends):
+        return set()
+    readers = {reader for op in ends for reader in op.outputs[0].child_ops}
+    quotient = {op for op in readers if op.op_type == "real_div"}
+    if len(ends) == 2 and len(readers) == 1 and quotient:  # (x - min(x)) / (max(x) - min(x))
+        return statistics | ends | quotient
+    return statistics | ends if len(ends) == 1 else set()
+
+
+def _is_deviation(op: Any, values: set[Any]) -> bool:
+    """Whether an op subtracts a mean, or other values of the same input."""
+    if op.op_type == "layer_norm":
+        return True
+    if op.op_type == "batch_norm":
+        return _largest(op.mean) >= _LARGE_MEAN
+    if op.op_type not in ("add", "sub"):
+        return False
+    if any(_largest(var) >= _LARGE_MEAN for var in operands(op)):
+        return True
+    return op.op_type == "sub" and set(operands(op)) <= values
 
 
 _RULES: tuple[Callable[[_Search, Any], None], ...] = (

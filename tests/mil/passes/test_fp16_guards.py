@@ -274,6 +274,8 @@ MEANS: dict[str, Case] = {
     "linear attention by einsum": (_linear_attention_by_einsum, (_QUERIES, _KEYS, _VALUES)),
 }
 
+_READING = torch.randn(3, 64).half().float()
+
 DEVIATIONS: dict[str, Case] = {
     "by variance": (
         lambda x: (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True) + 1e-5).sqrt(),
@@ -286,6 +288,18 @@ DEVIATIONS: dict[str, Case] = {
     "only the mean": (lambda x: x - x.mean(1, keepdim=True), (_SERIES,)),
     "mean of all": (lambda x: x - x.mean(), (_SERIES,)),
     "layer norm": (lambda x: F.layer_norm(x.mT, (64,)), (_SERIES,)),
+    "batch norm": (
+        lambda x: F.batch_norm(x, torch.full((64,), 2e4), torch.full((64,), 2e4)),
+        (_SERIES,),
+    ),
+    "constant": (lambda x: (x - 20000) / 250, (_SERIES,)),
+    "kelvin": (lambda x: (x / 60 - 273.15) * 0.1, (_SERIES,)),
+    "last value": (lambda x: F.linear((x - x[:, -1:]).mT, _READING), (_SERIES,)),
+    "differences": (lambda x: x[:, 1:] - x[:, :-1], (_SERIES,)),
+    "range": (
+        lambda x: (x - x.amin(1, True)) / (x.amax(1, True) - x.amin(1, True)),
+        (_SERIES,),
+    ),
     "variance of squares": (
         lambda x: x.square().mean(1) - x.mean(1).square(),
         (_SERIES[..., :2] / 2000,),

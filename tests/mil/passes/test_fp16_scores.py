@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -159,6 +160,17 @@ def test_a_mask_that_is_an_input_hides_rows(target: Opset, precision: Precision)
     mask[0, 0, 1] = -torch.inf
     attention = Attending(lambda x, mask: F.scaled_dot_product_attention(x, x, x, mask))
     check(attention, (x, mask), precision, minimum_deployment_target=target)
+
+
+@pytest.mark.parametrize("number", [LOWEST, -math.inf])
+def test_rows_are_compared_with_infinity_only_if_the_mask_may_have_it(number: float) -> None:
+    module = Attending(
+        lambda x, t: F.scaled_dot_product_attention(x, x, x, torch.where(allowed(t), 0.0, number))
+    )
+    options = {"minimum_deployment_target": Opset.iOS18}
+    (function,) = delegate_functions(lowered(module, inputs(), Precision.FLOAT16, **options))
+    types = {op.type for op in function.block.ops}
+    assert ("greater" in types) == (number == -math.inf)
 
 
 @pytest.mark.parametrize("hidden", [0, 2])

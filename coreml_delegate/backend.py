@@ -35,9 +35,10 @@ from coreml_delegate.formats.blob_layout import (
     debug_symbol,
     identify,
 )
+from coreml_delegate.formats.files import temporary_folder
 from coreml_delegate.lowering import store
 from coreml_delegate.lowering.build import build_files, model_files, result_of
-from coreml_delegate.lowering.convert import Conversion, check_compiler, temporary_folder
+from coreml_delegate.lowering.convert import Conversion, check_compiler
 from coreml_delegate.lowering.coremltools_options import (
     check_accepted,
     linear_config,

@@ -8,7 +8,6 @@ to disk: a power failure may lose or truncate the latest files.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import uuid
 from collections.abc import Generator, Iterable, Mapping
@@ -56,7 +55,7 @@ def new_path(path: Path) -> Generator[Path]:
     Raises:
         OSError: The folder of ``path`` cannot be written, or no file was written.
     """
-    with _temporary_folder(path) as folder:
+    with temporary_folder(path) as folder:
         unfinished = folder / path.name
         yield unfinished
         os.replace(unfinished, path)
@@ -108,7 +107,7 @@ def new_folder(
         )
     with ExitStack() as undoing, naming(destination):
         undoing.enter_context(provisional_folder(destination.parent))
-        temporary = undoing.enter_context(_temporary_folder(destination))
+        temporary = undoing.enter_context(temporary_folder(destination))
         complete = temporary / "new"
         complete.mkdir()
         for name, content in files.items():
@@ -138,10 +137,12 @@ def provisional_folder(folder: Path) -> Generator[None]:
 
 
 @contextmanager
-def _temporary_folder(target: Path) -> Generator[Path]:
-    """Create a folder beside ``target``, on the same file system, so that a move is a rename."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def temporary_folder(target: Path | None = None) -> Generator[Path]:
+    """Create a folder that is always removed.
+
+    Args:
+        target: Create it beside this path, on the same file system, so that a move is a rename.
+    """
+    prefix, parent = (f".{target.name}.", target.parent) if target else ("coreml-delegate-", None)
+    with tempfile.TemporaryDirectory("", prefix, parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

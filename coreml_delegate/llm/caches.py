@@ -2,6 +2,10 @@
 
 A layer with a sliding window has a ring buffer of R rows: position p is in row p mod R. The
 position of a row follows from the number of tokens so far.
+
+Cross-attention has keys and values of a source. The decoder's first call computes them from the
+encoder's result, once per source; ``encode`` returns them. Later calls pass them to the decoder as
+a filled cache.
 """
 
 from __future__ import annotations
@@ -19,9 +23,10 @@ from coreml_delegate.llm.states import Name, Span, State, StateLayer, read_state
 from coreml_delegate.patches.third_party import transformers
 
 if TYPE_CHECKING:
-    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+    from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 else:  # its error names the package to install
     Cache, CacheLayerMixin = transformers().Cache, transformers().cache_utils.CacheLayerMixin
+    EncoderDecoderCache = transformers().EncoderDecoderCache
 
 _NO_POSITION = 2**30
 """Position of a row without a token: after all tokens, so that no token sees it."""
@@ -105,7 +110,18 @@ def read_layers(cache: DynamicCache) -> tuple[LayerCache, ...]:
     return tuple(layers)
 
 
-class _Layer(CacheLayerMixin):
+class _UnlimitedLayer(CacheLayerMixin):
+    """A layer for one call."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the layer has no storage of its own."""
+
+    def get_max_length(self) -> int:
+        """Return -1: no limit."""
+        return -1
+
+
+class _Layer(_UnlimitedLayer):
     """The cache of one layer during one call.
 
     Args:
@@ -120,9 +136,6 @@ class _Layer(CacheLayerMixin):
         self._columns = columns
         self._position = position
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the layer has no storage of its own."""
-
     def get_mask_sizes(self, query_length: int) -> Any:
         """Return the number of columns and their positions [S], which ``attention.mask`` takes."""
         del query_length
@@ -131,10 +144,6 @@ class _Layer(CacheLayerMixin):
     def get_seq_length(self) -> Any:
         """Return the number of tokens before the call, [1]."""
         return self._position
-
-    def get_max_length(self) -> int:
-        """Return -1: no limit."""
-        return -1
 
 
 class _InputLayer(_Layer):
@@ -336,3 +345,50 @@ def _ring_positions(rows: int, newest: torch.Tensor) -> torch.Tensor:
     """Return the position of each row's token, given the position of the newest token."""
     latest = newest - (newest - torch.arange(rows)) % rows
     return torch.where(latest >= 0, latest, _NO_POSITION)
+
+
+class _CrossLayer(_UnlimitedLayer):
+    """Keys and values of one layer, of a source or of the only token of a text."""
+
+    is_sliding = False
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of the call's tokens and offset 0: a call sees its own tokens."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Return the number of cached tokens."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Segment:
+        """Store keys and values; return them."""
+        del args, kwargs
+        self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+
+def empty_caches(layers: int) -> EncoderDecoderCache:
+    """Return empty self-attention and cross-attention caches for the first call."""
+    own, cross = (Cache(layers=[_CrossLayer() for _ in range(layers)]) for _ in range(2))
+    return EncoderDecoderCache(own, cross)
+
+
+def cross_rows(cache: EncoderDecoderCache) -> list[torch.Tensor]:
+    """Return the keys and values of the source, layer by layer."""
+    layers: list[Any] = cache.cross_attention_cache.layers
+    return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+
+
+def with_source(own: Cache, cross: Sequence[torch.Tensor]) -> EncoderDecoderCache:
+    """Return the caches for later calls.
+
+    Args:
+        own: Self-attention cache of the decoder's text.
+        cross: Keys and values of the source, layer by layer, each [1, heads, N, width].
+    """
+    layers: list[Any] = [_CrossLayer() for _ in own.layers]
+    for index, layer in enumerate(layers):
+        layer.update(cross[2 * index], cross[2 * index + 1])
+    return EncoderDecoderCache(own, Cache(layers=layers))

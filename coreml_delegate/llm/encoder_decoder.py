@@ -17,11 +17,14 @@ from torch import nn
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import MASKED, Call, active_call
-from coreml_delegate.llm.caches import LayerCache, input_caches, new_tensors, read_layers
-from coreml_delegate.llm.cross_caches import (
+from coreml_delegate.llm.caches import (
     EncoderDecoderCache,
+    LayerCache,
     cross_rows,
     empty_caches,
+    input_caches,
+    new_tensors,
+    read_layers,
     with_source,
 )
 from coreml_delegate.llm.decoder import require_equal, use_our_attention

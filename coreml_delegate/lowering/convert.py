@@ -10,7 +10,6 @@ import gc
 import logging
 import shutil
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from coreml_delegate.errors import (
     UnsupportedOperatorError,
 )
 from coreml_delegate.formats.blob import Content
-from coreml_delegate.formats.files import write_folder
+from coreml_delegate.formats.files import temporary_folder, write_folder
 from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.lowering.coremltools_options import compression_passes, convert_keywords
 from coreml_delegate.lowering.debug_handles import operation_calls
@@ -132,16 +131,6 @@ def compile_package(package: Mapping[str, Content]) -> Generator[Path]:
                 got=describe_error(error),
             ) from error
         yield destination
-
-
-@contextmanager
-def temporary_folder() -> Generator[Path]:
-    """Create a temporary folder that is always removed."""
-    folder = Path(tempfile.mkdtemp(prefix="coreml-delegate-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def translate(program: ExportedProgram, target: Opset | None) -> None:

@@ -49,7 +49,6 @@ REFUSED: dict[str, str] = {
 }
 """StableHLO operations that the builder lacks, with the reason."""
 
-
 Method = Callable[Concatenate[Self, Parameters], Returned]
 
 

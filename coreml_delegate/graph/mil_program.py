@@ -67,9 +67,8 @@ def _program(graph: Graph, opset: Opset) -> Any:
     target = coremltools().target(int(opset))
     with Function(_placeholders(graph), opset_version=target) as function:
         for name, value in graph.inputs.items():
-            composer.bind(value, None)
-            if name in graph.features:
-                composer.bind(value, _from_feature(value, function.inputs[name]))
+            feature = function.inputs.get(name)
+            composer.bind(value, None if feature is None else _from_feature(value, feature))
         for name, (value, _) in graph.states.items():
             stored = mb.read_state(input=function.inputs[name])
             composer.bind(value, _from_state(value, stored))

@@ -89,13 +89,9 @@ def python_value(attribute: Mlir) -> Any:
         return tensor_value(attribute)
     if kind == "UnitAttr":
         return True
-    return _enumeration_member(str(attribute))
-
-
-def _enumeration_member(text: str) -> str:
-    """Return ``EQ`` for ``#stablehlo<comparison_direction EQ>``; other text unchanged."""
-    match = re.fullmatch(r"#\w+<\w+ (\w+)>", text)
-    return match.group(1) if match else text
+    text = str(attribute)
+    member = re.fullmatch(r"#\w+<\w+ (\w+)>", text)  # as #stablehlo<comparison_direction EQ>
+    return member.group(1) if member else text
 
 
 def tensor_value(attribute: Mlir) -> NDArray[Any]:

@@ -98,15 +98,6 @@ def _jax(name: str) -> Any:
         ) from error
 
 
-def jax_export() -> Any:
-    """Return ``jax.export``.
-
-    Raises:
-        LoweringError: JAX is not installed.
-    """
-    return _jax("jax.export")
-
-
 def _is_path(source: str) -> bool:
     """Whether text is a path: too short for a program, without newlines, braces or quotes."""
     return 0 < len(source) < 4096 and not re.search(r"[\n\r\0{}<>\"]", source)
@@ -125,7 +116,7 @@ def _of_bytes(content: bytes) -> Mlir:
 
 
 def _of_export(content: bytes) -> Mlir:
-    export = jax_export()
+    export = _jax("jax.export")
     try:
         exported = export.deserialize(bytearray(content))
     except Exception as error:

@@ -18,12 +18,7 @@ from coreml_delegate.runtime import AUTO, EngineOptions
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.stablehlo.attributes import BFLOAT16
 from coreml_delegate.stablehlo.parse import mlir_module
-from coreml_delegate.stablehlo.reader import (
-    Reader,
-    argument_names,
-    result_names,
-    with_location,
-)
+from coreml_delegate.stablehlo.reader import Reader, argument_names, result_names, with_location
 from coreml_delegate.stablehlo.sizes import Range, declared_shapes
 from coreml_delegate.targets import Opset
 

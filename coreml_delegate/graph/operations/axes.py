@@ -174,12 +174,6 @@ def as_index(x: Var, dtype: DType) -> Var:
     return mb.select(cond=mb.less(x=x, y=np.int32(0)), a=np.int32(2**31 - 1), b=x)
 
 
-def clamp_index(c: Composer, x: Var, limits: Sequence[Dim]) -> Var:
-    """Clamp index vectors, along the last axis, to 0 ... limits."""
-    x = mb.maximum(x=x, y=np.int32(0))
-    return mb.minimum(x=x, y=c.vector(limits))
-
-
 # Constants are moved here, not at run time, so that they stay constants to ops that need constants.
 
 

@@ -139,10 +139,6 @@ class Bits(Emitter):
         """Reinterpret the bits as another element type of the same width.
 
         float32 and float16 to and from integers is exact, except for the payload of a NaN.
-
-        Args:
-            x: Any value.
-            dtype: See ``DType.of``.
         """
         target = DType.of(dtype)
         _check_bitcast(x.dtype, target)

@@ -88,16 +88,16 @@ def combine_constant(function: np.ufunc, dtype: DType, x: Var, constant: int) ->
 
 def counts(x: Var, dtype: DType) -> Var:
     """Return the number of set bits among the lowest 32."""
-    parts = [_look_up(_COUNTS, x, number) for number in range(byte_count(dtype))]
+    parts = (_look_up(_COUNTS, x, number) for number in range(byte_count(dtype)))
     return functools.reduce(lambda total, part: mb.add(x=total, y=part), parts)
 
 
 def lengths(x: Var, dtype: DType) -> Var:
     """Return the bit length: the position of the highest set bit among the lowest 32, from 1 on."""
-    parts = [
+    parts = (
         _look_up(np.where(_BYTES > 0, _LENGTHS + 8 * number, 0).astype(np.int32), x, number)
         for number in range(byte_count(dtype))
-    ]
+    )
     return functools.reduce(lambda total, part: mb.maximum(x=total, y=part), parts)
 
 

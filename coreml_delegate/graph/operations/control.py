@@ -56,18 +56,15 @@ def _compose_while(c: Composer, node: Node, *initial: Var | None) -> tuple[Var |
     return tuple(all_variables(as_tuple(final_vars)))
 
 
-def _compose_if(
-    c: Composer, node: Node, predicate: Var, *operands: Var | None
+def _compose_branches(
+    c: Composer, node: Node, selector: Var, *operands: Var | None
 ) -> tuple[Var | None, ...]:
-    closures = node.closures["on_true"], node.closures["on_false"]
-    return _choose(c, node, [predicate], closures, operands)
-
-
-def _compose_case(
-    c: Composer, node: Node, index: Var, *operands: Var | None
-) -> tuple[Var | None, ...]:
+    """Call one of the closures: the first if a flag is true, or the closure of an index."""
     branches = list(node.closures.values())
-    predicates = [mb.equal(x=index, y=const(n, DType.INT32)) for n in range(len(branches) - 1)]
+    predicates = [selector]
+    if node.types[0].dtype is not DType.BOOL:
+        indices = range(len(branches) - 1)
+        predicates = [mb.equal(x=selector, y=const(n, DType.INT32)) for n in indices]
     return _choose(c, node, predicates, branches, operands)
 
 
@@ -171,7 +168,7 @@ class Control(Emitter):
         }
         return self.emit("while", initial, types, closures=closures)
 
-    @operation(BOOLEANS, _compose_if)
+    @operation(BOOLEANS, _compose_branches)
     def if_(
         self, predicate: Value, on_true: Function, on_false: Function, *operands: Value
     ) -> tuple[Value, ...]:
@@ -194,7 +191,7 @@ class Control(Emitter):
         closures = {"on_true": first, "on_false": second}
         return self.emit("if", (predicate, *operands), returned, closures=closures)
 
-    @operation({DType.INT32}, _compose_case)
+    @operation({DType.INT32}, _compose_branches)
     def case(
         self, index: Value, branches: Sequence[Function], *operands: Value
     ) -> tuple[Value, ...]:

@@ -81,9 +81,8 @@ def _in_fp32(composition: Callable[..., Var]) -> Compose:
 
     def compose(_: Composer, node: Node, x: Var) -> Var:
         storage_dtype = node.type.dtype.storage_dtype
-        return cast_storage(
-            composition(cast_storage(x, storage_dtype, "fp32")), "fp32", storage_dtype
-        )
+        result = composition(cast_storage(x, storage_dtype, "fp32"))
+        return cast_storage(result, "fp32", storage_dtype)
 
     return compose
 
@@ -125,7 +124,7 @@ def _compose_clamp(_: Composer, node: Node, low: Var, x: Var, high: Var) -> Var:
     return in_order(clamp, node.type.dtype, low, x, high)
 
 
-def _compose_is_nan(__: Composer, _: Node, x: Var) -> Var:
+def _is_nan(x: Var) -> Var:
     return mb.not_equal(x=x, y=x)
 
 
@@ -280,7 +279,7 @@ class Elementwise(Emitter):
     asinh = unary("asinh", _in_fp32(functions.asinh), "the inverse hyperbolic sine")
     acosh = unary("acosh", _in_fp32(functions.acosh), "the inverse hyperbolic cosine")
     atanh = unary("atanh", mil_op("atanh"), "the inverse hyperbolic tangent")
-    is_nan = unary("is_nan", _compose_is_nan, "whether elements are NaN", is_test=True)
+    is_nan = unary("is_nan", _composed(_is_nan), "whether elements are NaN", is_test=True)
     is_inf = unary(
         "is_inf", _composed(functions.is_infinite), "whether elements are infinite", is_test=True
     )

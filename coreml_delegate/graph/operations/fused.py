@@ -51,10 +51,6 @@ def _along_axis(function: Callable[[Var, int], Var]) -> Callable[[Composer, Node
     return compose
 
 
-def _softmax(x: Var, axis: int) -> Var:
-    return mb.softmax(x=x, axis=axis)
-
-
 def _log_softmax(x: Var, axis: int) -> Var:
     # x - max - log(sum(exp(x - max))): large elements would cost digits of the sum.
     shifted = mb.sub(x=x, y=mb.reduce_max(x=x, axes=[axis], keep_dims=True))
@@ -228,7 +224,7 @@ def _compose_qkv(c: Composer, node: Node, x: Var, weight: Var, *bias: Var) -> tu
 class Fused(Emitter):
     """Layers that Core ML has an op for: activations, normalizations, dense layers, attention."""
 
-    @operation(FLOATS, _along_axis(_softmax))
+    @operation(FLOATS, _along_axis(lambda x, axis: mb.softmax(x=x, axis=axis)))
     def softmax(self, x: Value, axis: int = -1) -> Value:
         """Return ``exp(x) / sum(exp(x))`` along an axis.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from coreml_delegate.graph.compose import Composer, Var, const
 from coreml_delegate.graph.node import Node
-from coreml_delegate.graph.operations.lookup import Label, Lookup, arrange_labels, spread_windows
+from coreml_delegate.graph.operations.axes import arrange
+from coreml_delegate.graph.operations.lookup import Label, Lookup, spread_windows
 from coreml_delegate.graph.operations.slicing import slice_at
 from coreml_delegate.graph.tensor_types import product
 from coreml_delegate.mil.compose import mb
@@ -21,17 +22,17 @@ def compose_gather(c: Composer, node: Node, x: Var, indices: Var | None) -> Var:
         lookup = smaller
     partial = lookup.partial
     if not partial:
-        return c.broadcast(arrange_labels(x, lookup.labels, want), node.type.shape)
+        return c.broadcast(arrange(x, lookup.labels, want), node.type.shape)
     clamp = node["mode"] == "clip"
     if lookup.is_single and (len(partial) > 1 or not lookup.are_points):
         begin = lookup.begin(c, indices, clamp=clamp)
         x = slice_at(c, x, begin, lookup.shape, lookup.sizes)
-        return arrange_labels(x, lookup.labels, want)
+        return arrange(x, lookup.labels, want)
     if len(partial) == 1 and (not lookup.batching or c.opset >= Opset.iOS16):
-        return arrange_labels(*_gather_axis(c, lookup, x, indices, clamp, want), want)
+        return arrange(*_gather_axis(c, lookup, x, indices, clamp, want), want)
     if lookup.are_points and (not lookup.batching or c.opset >= Opset.iOS16):
-        return arrange_labels(*_gather_points(c, lookup, x, indices, clamp, want), want)
-    return arrange_labels(*_gather_rows(c, lookup, x, indices, clamp, want), want)
+        return arrange(*_gather_points(c, lookup, x, indices, clamp, want), want)
+    return arrange(*_gather_rows(c, lookup, x, indices, clamp, want), want)
 
 
 def _gather_axis(
@@ -42,12 +43,12 @@ def _gather_axis(
     positions = lookup.column(c, indices, axis, clamp=clamp)
     labels = lookup.along_axis()
     if labels is not None:
-        positions = arrange_labels(positions, lookup.batch_labels, labels)
+        positions = arrange(positions, lookup.batch_labels, labels)
         return mb.gather_along_axis(x=x, indices=positions, axis=axis), labels
     data_labels = sorted([("window", axis), *lookup.unindexed([axis], want)])
     batching, other_labels = lookup.batching_labels, lookup.other_batch_labels
-    x = arrange_labels(x, lookup.labels, [*batching, *data_labels])
-    positions = arrange_labels(positions, lookup.batch_labels, [*batching, *other_labels])
+    x = arrange(x, lookup.labels, [*batching, *data_labels])
+    positions = arrange(positions, lookup.batch_labels, [*batching, *other_labels])
     labels_read = other_labels
     if lookup.sizes[axis] != 1:
         offsets = lookup.offsets(c, [axis])
@@ -67,12 +68,10 @@ def _gather_points(
     points = lookup.partial
     batching, other_labels = lookup.batching_labels, lookup.other_batch_labels
     slice_labels = lookup.unindexed(points, want)
-    x = arrange_labels(
-        x, lookup.labels, [*batching, *(("window", d) for d in points), *slice_labels]
-    )
+    x = arrange(x, lookup.labels, [*batching, *(("window", d) for d in points), *slice_labels])
     depth: Label = ("depth", 0)
     coordinates = lookup.matrix(c, indices, points, clamp=clamp)
-    coordinates = arrange_labels(
+    coordinates = arrange(
         coordinates, [*lookup.batch_labels, depth], [*batching, *other_labels, depth]
     )
     batch = {"batch_dims": len(batching)} if batching else {}
@@ -89,7 +88,7 @@ def _gather_rows(
     """Merge the indexed dimensions, and gather rows; return the result and its labels."""
     rows = sorted([*lookup.partial, *lookup.batching])
     row_labels = lookup.unindexed(rows, want)
-    x = arrange_labels(x, lookup.labels, [*(lookup.labels[d] for d in rows), *row_labels])
+    x = arrange(x, lookup.labels, [*(lookup.labels[d] for d in rows), *row_labels])
     row_sizes = [lookup.shape[d] for _, d in row_labels]
     x = c.reshape(x, [product([lookup.shape[d] for d in rows]), *row_sizes])
     starts = lookup.rows(c, indices, rows, clamp=clamp)

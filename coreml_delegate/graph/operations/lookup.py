@@ -16,7 +16,7 @@ from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, join
 from coreml_delegate.graph.emitter import same_size
 from coreml_delegate.graph.node import Node
-from coreml_delegate.graph.operations.axes import arrange, as_index, counting
+from coreml_delegate.graph.operations.axes import as_index, counting
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, product, simplify
 from coreml_delegate.mil.compose import mb
 
@@ -128,14 +128,9 @@ class Lookup:
         return [("batch", n) for n in range(len(self.batch))]
 
     @property
-    def batching_dims(self) -> list[int]:
-        """Batching dimensions of the operand, ascending."""
-        return sorted(self.batching)
-
-    @property
     def batching_labels(self) -> list[Label]:
-        """Labels of ``batching_dims``."""
-        return [("batch", self.batching[d]) for d in self.batching_dims]
+        """Labels of the batching dimensions of the operand, ascending."""
+        return [("batch", self.batching[d]) for d in sorted(self.batching)]
 
     @property
     def other_batch_labels(self) -> list[Label]:
@@ -187,7 +182,7 @@ class Lookup:
     def column(self, c: Composer, indices: Var, dimension: int, *, clamp: bool = True) -> Var:
         """Return the indices into one dimension: int32 [*batch]."""
         if dimension not in self.mapped:
-            return c.full(0, _int32(self.batch))
+            return c.full(0, TensorType(DType.INT32, self.batch))
         element = self.mapped.index(dimension)
         if self.index_axis == indices.rank:
             column = indices
@@ -196,7 +191,7 @@ class Lookup:
         else:
             column = mb.gather(x=indices, indices=np.int32(element), axis=self.index_axis)
         column = as_index(column, self.dtype)
-        return self._clamp(column, c.size(self.limit(dimension))) if clamp else column
+        return _clamp(column, c.size(self.limit(dimension))) if clamp else column
 
     def matrix(self, c: Composer, indices: Var, dimensions: Sequence[int], *, clamp: bool) -> Var:
         """Return the index vectors of some dimensions: int32 [*batch, count]."""
@@ -211,7 +206,7 @@ class Lookup:
         vectors = as_index(indices, self.dtype)
         if not clamp:
             return vectors
-        return self._clamp(vectors, c.vector([self.limit(d) for d in dimensions]))
+        return _clamp(vectors, c.vector([self.limit(d) for d in dimensions]))
 
     def begin(self, c: Composer, indices: Var | None, *, clamp: bool = True) -> Var:
         """Return the start of the only window: an index vector of all dimensions."""
@@ -231,7 +226,7 @@ class Lookup:
         limits = c.vector([self.limit(d) for d in self.mapped])
         if _are_inside(vectors.val, limits):
             return None
-        is_inside = mb.equal(x=vectors, y=self._clamp(vectors, limits))
+        is_inside = mb.equal(x=vectors, y=_clamp(vectors, limits))
         return mb.reduce_min(x=mb.cast(x=is_inside, dtype="int32"), axes=[-1])
 
     def rows(self, c: Composer, indices: Var | None, rows: Sequence[int], *, clamp: bool) -> Var:
@@ -250,7 +245,7 @@ class Lookup:
             part = part if stride == 1 else mb.mul(x=part, y=c.size(stride))
             total = part if total is None else mb.add(x=total, y=part)
         if total is None:
-            return c.full(0, _int32(self.batch))
+            return c.full(0, TensorType(DType.INT32, self.batch))
         return c.broadcast(total, self.batch) if self.batch else total
 
     def offsets(self, c: Composer, rows: Sequence[int]) -> Var | None:
@@ -270,10 +265,6 @@ class Lookup:
             return None
         return c.reshape(total, (product([self.sizes[d] for d in windows]),))
 
-    @staticmethod
-    def _clamp(x: Var, limit: Any) -> Var:
-        return mb.minimum(x=mb.maximum(x=x, y=np.int32(0)), y=limit)
-
 
 def spread_windows(starts: Var, offsets: Var | None) -> Var:
     """Return the indices of all elements of windows: a vector, or [*batch] without offsets."""
@@ -283,11 +274,6 @@ def spread_windows(starts: Var, offsets: Var | None) -> Var:
     return mb.reshape(x=mb.add(x=column, y=offsets), shape=[-1])
 
 
-def arrange_labels(x: Var, have: Sequence[Label], want: Sequence[Label]) -> Var:
-    """Arrange labelled axes; see ``arrange``."""
-    return x if list(have) == list(want) else arrange(x, have, want)
-
-
 def _are_inside(indices: Any, limits: Any) -> bool:
     """Whether index vectors are known to be in range."""
     if not isinstance(indices, np.ndarray) or not isinstance(limits, np.ndarray):
@@ -295,5 +281,6 @@ def _are_inside(indices: Any, limits: Any) -> bool:
     return bool(((indices >= 0) & (indices <= limits)).all())
 
 
-def _int32(shape: Sequence[Dim]) -> TensorType:
-    return TensorType(DType.INT32, tuple(shape))
+def _clamp(x: Var, limits: Any) -> Var:
+    """Clamp indices to 0 ... limits, int32 numbers or vectors along the last axis."""
+    return mb.minimum(x=mb.maximum(x=x, y=np.int32(0)), y=limits)

@@ -13,7 +13,8 @@ import numpy as np
 
 from coreml_delegate.graph.compose import Composer, Var, ordered, wrap
 from coreml_delegate.graph.node import Node
-from coreml_delegate.graph.operations.lookup import Label, Lookup, arrange_labels, spread_windows
+from coreml_delegate.graph.operations.axes import arrange
+from coreml_delegate.graph.operations.lookup import Label, Lookup, spread_windows
 from coreml_delegate.graph.operations.slicing import slice_at, write_slice
 from coreml_delegate.graph.tensor_types import Dim, DType, product
 from coreml_delegate.mil.compose import mb
@@ -61,7 +62,7 @@ def _write_one(
     inside: Var | None,
 ) -> Var:
     """Write the only window as a slice."""
-    update = arrange_labels(update, labels, lookup.labels)
+    update = arrange(update, labels, lookup.labels)
     region = (lookup.shape, lookup.sizes)
     begin = lookup.begin(c, indices) if lookup.partial else None
     if mode != "update" or inside is not None:
@@ -115,8 +116,8 @@ class _Writer:
         want = lookup.along_axis() or []
         positions = lookup.column(c, indices, axis)
         positions = self._redirect_outside(positions, lookup.shape[axis])
-        positions = arrange_labels(positions, lookup.batch_labels, want)
-        updates = self._neutralize(arrange_labels(updates, labels, want), want)
+        positions = arrange(positions, lookup.batch_labels, want)
+        updates = self._neutralize(arrange(updates, labels, want), want)
         x = self._pad_end(x, axis)
         x = mb.scatter_along_axis(
             data=x, indices=positions, updates=updates, axis=axis, mode=self.mode
@@ -133,7 +134,7 @@ class _Writer:
         before = [label for label in unindexed if label[1] < axis]
         after = [label for label in unindexed if label[1] > axis]
         want = [*before, *lookup.batch_labels, *window, *after]
-        updates = self._neutralize(arrange_labels(updates, labels, want), want)
+        updates = self._neutralize(arrange(updates, labels, want), want)
         count = product([*lookup.batch, lookup.sizes[axis]])
         positions = self._windows(positions, lookup.offsets(c, [axis]), lookup.shape[axis], count)
         shape = [*lookup.shape[:axis], count, *lookup.shape[axis + 1 :]]
@@ -157,10 +158,10 @@ class _Writer:
             end = c.vector([lookup.shape[points[0]], *(0 for _ in points[1:])])
             coordinates = mb.select(cond=flag, a=coordinates, b=end)
         want = [*lookup.batch_labels, *slice_labels]
-        updates = self._neutralize(arrange_labels(updates, labels, want), want)
-        x = self._pad_end(arrange_labels(x, lookup.labels, order), 0)
+        updates = self._neutralize(arrange(updates, labels, want), want)
+        x = self._pad_end(arrange(x, lookup.labels, order), 0)
         x = mb.scatter_nd(data=x, indices=coordinates, updates=updates, mode=self.mode)
-        return arrange_labels(self._crop_end(x, 0), order, lookup.labels)
+        return arrange(self._crop_end(x, 0), order, lookup.labels)
 
     def _write_rows(self, x: Var, indices: Any, updates: Var, labels: Sequence[Label]) -> Var:
         """Merge the indexed dimensions, and write rows (scatter)."""
@@ -171,12 +172,12 @@ class _Writer:
         height, width = product(sizes[: len(rows)]), product(sizes[len(rows) :])
         windows: list[Label] = [("window", d) for d in lookup.windows(rows)]
         want = [*lookup.batch_labels, *windows, *row_labels]
-        updates = self._neutralize(arrange_labels(updates, labels, want), want)
+        updates = self._neutralize(arrange(updates, labels, want), want)
         count = product([*lookup.batch, *(lookup.sizes[d] for _, d in windows)])
         starts = lookup.rows(c, indices, rows, clamp=True)
         positions = self._windows(starts, lookup.offsets(c, rows), height, count)
         order = [*(lookup.labels[d] for d in rows), *row_labels]
-        x = c.reshape(arrange_labels(x, lookup.labels, order), (height, width))
+        x = c.reshape(arrange(x, lookup.labels, order), (height, width))
         x = mb.scatter(
             data=self._pad_end(x, 0),
             indices=positions,
@@ -184,7 +185,7 @@ class _Writer:
             axis=0,
             mode=self.mode,
         )
-        return arrange_labels(c.reshape(self._crop_end(x, 0), sizes), order, lookup.labels)
+        return arrange(c.reshape(self._crop_end(x, 0), sizes), order, lookup.labels)
 
     # Windows outside of the tensor
 
@@ -192,7 +193,7 @@ class _Writer:
         """Replace the updates of windows outside of the tensor by the identity element."""
         if self.inside is None or self.pads_end:
             return updates
-        flag = arrange_labels(self.inside, self.lookup.batch_labels, labels)
+        flag = arrange(self.inside, self.lookup.batch_labels, labels)
         cond = mb.cast(x=flag, dtype="bool")
         return mb.select(cond=cond, a=updates, b=_identity(self.mode, self.dtype))
 
@@ -200,8 +201,8 @@ class _Writer:
         """Replace the indices [*batch] of windows outside of the tensor by ``end``."""
         if not self.pads_end:
             return positions
-        cond = mb.cast(x=self.inside, dtype="bool")
-        return mb.select(cond=cond, a=positions, b=self.c.size(end))
+        size = self.c.size(end)
+        return mb.select(cond=mb.cast(x=self.inside, dtype="bool"), a=positions, b=size)
 
     def _windows(self, starts: Var, offsets: Var | None, end: Dim, count: Dim) -> Var:
         """Return the indices of all elements of windows, as a vector."""

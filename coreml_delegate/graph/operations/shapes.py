@@ -20,13 +20,7 @@ from coreml_delegate.graph.emitter import (
     same_size,
 )
 from coreml_delegate.graph.node import Node, Value
-from coreml_delegate.graph.operations.axes import (
-    Axes,
-    counting,
-    permute,
-    require_rank,
-    sizes_of,
-)
+from coreml_delegate.graph.operations.axes import Axes, counting, permute, require_rank, sizes_of
 from coreml_delegate.graph.sizes import MOST_KNOWN, known_elements
 from coreml_delegate.graph.tensor_types import (
     ALL,
@@ -124,11 +118,7 @@ def _compose_iota(c: Composer, node: Node) -> Var:
     return axes.split(c, spread, type.shape)
 
 
-def _compose_identity(_: Composer, __: Node, x: Var) -> Var:
-    return x
-
-
-def _compose_barrier(_: Composer, __: Node, *values: Var) -> tuple[Var, ...]:
+def _compose_identity(_: Composer, __: Node, *values: Var) -> tuple[Var, ...]:
     return values
 
 
@@ -258,7 +248,7 @@ class Shapes(Emitter):
         """Return the tensor itself."""
         return self.emit("identity", (x,), x.type, elements=x.elements)
 
-    @elementwise(ALL, _compose_barrier)
+    @elementwise(ALL, _compose_identity)
     def optimization_barrier(self, *values: Value) -> tuple[Value, ...]:
         """Return the tensors themselves: the order of computation has no effect on a result."""
         return self.emit("optimization_barrier", values, [value.type for value in values])

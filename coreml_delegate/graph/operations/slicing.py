@@ -15,7 +15,6 @@ from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.axes import (
     Axes,
     as_index,
-    clamp_index,
     counting,
     require_rank,
     sizes_of,
@@ -97,7 +96,8 @@ def _region(
         0 if full else simplify(have - size)
         for full, have, size in zip(is_full, shape, sizes, strict=True)
     ]
-    return axes, clamp_index(c, join(axes.pick(parts)), axes.pick(limits))
+    start = mb.maximum(x=join(axes.pick(parts)), y=np.int32(0))
+    return axes, mb.minimum(x=start, y=c.vector(axes.pick(limits)))
 
 
 def slice_at(c: Composer, x: Var, begin: Var, shape: Sequence[Dim], sizes: Sequence[Dim]) -> Var:

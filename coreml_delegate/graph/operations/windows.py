@@ -25,11 +25,7 @@ from coreml_delegate.graph.compose import Composer, Var, cast_bool, const
 from coreml_delegate.graph.emitter import Emitter, operation, same_shape
 from coreml_delegate.graph.node import Closure, Node, Value, as_tuple
 from coreml_delegate.graph.operations.axes import reshape, spread, transpose
-from coreml_delegate.graph.operations.reduction import (
-    Body,
-    check_initial,
-    compose_cumulative,
-)
+from coreml_delegate.graph.operations.reduction import Body, check_initial, compose_cumulative
 from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, product
 from coreml_delegate.graph.window_sizes import SlidingWindows, each_axis, window_count
 from coreml_delegate.mil.compose import mb

@@ -7,12 +7,7 @@ from types import MappingProxyType
 
 from coreml_delegate.errors import near_matches
 from coreml_delegate.graph import emitter as graph
-from coreml_delegate.stablehlo.operations import (
-    computing,
-    control,
-    elementwise,
-    shapes,
-)
+from coreml_delegate.stablehlo.operations import computing, control, elementwise, shapes
 from coreml_delegate.stablehlo.parse import QUANTIZED
 from coreml_delegate.stablehlo.source_op import Rule
 

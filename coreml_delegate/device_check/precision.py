@@ -240,7 +240,8 @@ RULES = (
         reason="The neural engine appears to use fp16 for everything; a value beyond 65504 "
         f"becomes infinite there. Found from {HEADROOM:.0%} of it on.",
         consequence=Consequence.LESS_EXACT,
-        remedy="Scale the values down before the op, or keep the op in fp32 (keep_fp32)",
+        remedy="Scale the values down before the op, or keep the op in fp32 (--precision auto, or "
+        "keep_fp32)",
         sources=(sources.SIXTEEN_BIT,),
         examine=_overflows,
         neural_engine=False,
@@ -250,7 +251,8 @@ RULES = (
         finds="values on your data that are too small for fp16",
         reason="The neural engine appears to use fp16 for everything; very small numbers become 0.",
         consequence=Consequence.LESS_EXACT,
-        remedy="Scale the values up before the op, or keep the op in fp32 (keep_fp32)",
+        remedy="Scale the values up before the op, or keep the op in fp32 (--precision auto, or "
+        "keep_fp32)",
         sources=(sources.SIXTEEN_BIT,),
         examine=_underflows,
         neural_engine=False,

@@ -50,10 +50,10 @@ def test_every_recipe_is_made_by_default(kind):
     recipe = _recipe(kind)
     assert recipe.name == kind.value
     options = _options(recipe)
-    wanted = Precision.FLOAT32 if kind is R.FP32 else Precision.FLOAT16
-    assert options.precision is wanted
+    in_float = {R.FP32: Precision.FLOAT32, R.FP16: Precision.FLOAT16, R.AUTO: Precision.AUTO}
+    assert options.precision is in_float.get(kind, Precision.FLOAT16)
     quantization = recipe.quantization_recipe
-    assert (quantization is None) == (kind in (R.FP32, R.FP16))
+    assert (quantization is None) == (kind in in_float)
     if "PT2E" in kind.name:
         (quantizer,) = quantization.quantizers
         assert isinstance(quantizer, CoreMLQuantizer)

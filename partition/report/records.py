@@ -243,7 +243,7 @@ class LossyCall:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionReport:
-    """What fp16 costs a program, measured on example inputs; see ``runtime.precision``.
+    """The accuracy of a program in fp16, measured on example inputs; see ``runtime.precision``.
 
     Attributes:
         target_db: Ratio of signal to error that every output has to reach, in dB.
@@ -322,7 +322,7 @@ class ProgramRecord:
         weights: Bytes of parameters and constants that delegates take.
         buffers: The mutable buffers, in the order of the signature.
         folds: Values folded while lowering that make the program at least a megabyte larger.
-        precision: What fp16 costs, if it was measured.
+        precision: The accuracy in fp16, if it was measured.
     """
 
     nodes: tuple[NodeReport, ...]

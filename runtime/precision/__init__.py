@@ -1,4 +1,4 @@
-"""Which operations of a program in fp16 have to compute in fp32, by measurement."""
+"""Measurement of programs in fp16, and of the operations that have to compute in fp32."""
 
 from coreml_delegate.runtime.precision.islands import (
     Operation,

@@ -3,7 +3,7 @@
 The program runs on the reference engine with every operation in fp32, and with some operations in
 fp32 and the others in fp16 (``mil.mixed_precision``), as coremltools would make it. The search
 returns a set of operations in fp32, the *islands*, with which every output reaches a ratio of
-signal to error, and of which none can return to fp16.
+signal to error, and none of which can return to fp16.
 
 Where fp16 loses numbers is measured once per operation, on operands from fp32. Candidates are the
 operations that lose most, then the operations that compute their operands, step by step: the sine

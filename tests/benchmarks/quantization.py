@@ -27,6 +27,7 @@ from support.digits import (
     train,
     trained,
 )
+from support.lowering import PRECISIONS
 from support.quantization import config, convert_pt2e, exported, prepare_qat_pt2e
 from torch import nn
 
@@ -116,7 +117,7 @@ def _trained() -> Row:
 
 
 def _row(name: str, source: SourceModel, keywords: dict[str, Any]) -> Row:
-    programs = {precision: _program(source, precision, keywords) for precision in Precision}
+    programs = {precision: _program(source, precision, keywords) for precision in PRECISIONS}
     actual = {p: _predictions(buffer, "openvino") for p, buffer in programs.items()}
     if OPTION in keywords:  # the module is not compressed, and clusters depend on the precision
         expected = {p: _predictions(buffer, "reference") for p, buffer in programs.items()}

@@ -14,7 +14,7 @@ import torch
 from support import core_ml
 from support.checkpoints import CONFIG, tiny_model
 from support.kept_and_flexible import Counting, counting_steps, lower_stateful
-from support.lowering import fp32_specs, lower, lower_unchecked
+from support.lowering import PRECISIONS, fp32_specs, lower, lower_unchecked
 from support.multimethod import IOS18, Layers, linear, lower_methods, specs, two
 from support.stateful import CASES
 from support.tolerances import ATOL_RTOL
@@ -74,7 +74,7 @@ def boundary(precision):
 
 
 @on_a_mac
-@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_types_at_the_boundary(precision):
     x = torch.tensor([[0.5, -1.25, 2.0], [-0.75, 3.0, -4.0]])
     inputs = x, torch.tensor([1, -2, 1 << 20]), x.abs() > 1

@@ -6,14 +6,14 @@ import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
 from support.digits import BATCH, accuracy, digits, predictions, trained
+from support.lowering import PRECISIONS
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.options.compile_options import Precision
 
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize("engine", ["openvino", "reference"])
-@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_accuracy_through_the_delegate_equals_eager(precision, engine):
     eager = accuracy(predictions(trained()))
     assert eager > 0.95, "the comparison means something"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
 from support.digits import BATCH, accuracy, all_images, digits, predictions, train, trained
-from support.lowering import reasons
+from support.lowering import PRECISIONS, reasons
 from support.partitioned import delegate_functions
 from support.quantization import (
     LinearQuantizerConfig,
@@ -66,7 +66,7 @@ def digits_model(request):
 
 
 @pytest.mark.share(2)
-@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_digits_are_recognized_as_by_the_quantized_model(digits_model, precision):
     quantizer, model = digits_model
     assert not [n for n in quantizer.report.unquantized if "leaves activations" not in n.reason]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
 from support.gates import needs_compiler
+from support.lowering import PRECISIONS
 from support.tolerances import SQNR_FP16, SQNR_FP16_LOWER, SQNR_FP32, sqnr_db
 from support.torchvision_models import build
 
@@ -69,7 +70,7 @@ def lowered(request) -> Lowered:
     with torch.no_grad():
         eager = model(example).numpy()
     buffers = {}
-    for precision in Precision:
+    for precision in PRECISIONS:
         # Anew for each, as a user has it who lowers once.
         exported = torch.export.export(model, (example,))
         specs = CoreMLBackend.generate_compile_specs(compute_precision=precision)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.lowering import PRECISIONS
 from support.random_models import draw_chain, wrong
 
 from coreml_delegate.options.compile_options import Precision
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--precision", type=Precision, choices=list(Precision), default="float32")
+    parser.add_argument("--precision", type=Precision, choices=PRECISIONS, default="float32")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

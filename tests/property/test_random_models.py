@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.lowering import PRECISIONS
 from support.random_models import draw_chain, wrong
 
 from coreml_delegate.options.compile_options import Precision
@@ -13,7 +14,7 @@ from coreml_delegate.options.compile_options import Precision
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=[pytest.mark.slow] if n else []) for n in range(8)]
 )
-@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_lowered_models_equal_eager(seed: int, precision: Precision) -> None:
     source = random.Random(seed)
     assert wrong([draw_chain(source) for _ in range(12)], precision) == []

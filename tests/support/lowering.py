@@ -26,6 +26,9 @@ from coreml_delegate.partition import DelegationReport
 
 Inputs = tuple[torch.Tensor, ...]
 
+PRECISIONS = (Precision.FLOAT16, Precision.FLOAT32)
+"""The types that Core ML computes in; ``auto`` becomes either, call by call."""
+
 
 class Function(nn.Module):
     """A function as a module."""

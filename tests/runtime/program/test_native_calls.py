@@ -19,7 +19,7 @@ from support.kept_and_flexible import (
     lower_scaled,
     lower_stateful,
 )
-from support.lowering import Function, lower
+from support.lowering import PRECISIONS, Function, lower
 from support.tolerances import ATOL_RTOL
 from torch import nn
 
@@ -102,7 +102,7 @@ def _load(
 @pytest.mark.parametrize("host", HOSTS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_calls_enter_no_python_and_compute_the_same(
     precision: Precision, case: str, host: str, threads: int, calls: list[str]
 ) -> None:

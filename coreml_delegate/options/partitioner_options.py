@@ -156,7 +156,8 @@ class PartitionerKeywords:
         "floating-point output has to reach; integers and booleans have to be equal.",
         argument=Argument(
             "--min-sqnr",
-            "with --precision auto, the ratio of signal to error that every output has to reach",
+            "ratio of signal to error that every output has to reach on the example inputs: with "
+            "--precision auto the goal, with float16 the least without a warning",
             "DB",
             float,
         ),

@@ -35,7 +35,7 @@ _LINES = (
     ("trace tiny.pte", ()),
     ("profile tiny.pte --repeat 2", ()),
     ("record tiny.pte -o tiny.cmlrun", ()),
-    ("replay tiny.cmlrun", ()),
+    ("replay tiny.cmlrun tiny.pte", ()),
     ("compile tiny.pte", ()),
     ("cache --clear", ()),
     (f"quantize-report {MODELS}:tiny --quantize int8-weight", ()),
@@ -56,7 +56,7 @@ _LLAMA = {
     "num_attention_heads": 2,
     "num_hidden_layers": 1,
     "num_key_value_heads": 1,
-    "vocab_size": 64,
+    "vocab_size": 256,  # tokens are bytes
 }
 
 _FILES = {

@@ -181,7 +181,9 @@ def test_the_file_has_the_base_model_once(linear, cache, tmp_path):
     ]
     assert stored(together) == stored(alone) + Counter(matrices)
     rest = together["bytes"] - alone["bytes"] - sum(2 * each.elements for each in both.adapters)
-    assert abs(rest) < 0.02 * alone["bytes"]
+    # A linear layer has a bias of zeros, and beside adapters it is a product without one.
+    vectors = [t["stored_bytes"] for t in alone["tensors"] if len(t["shape"]) == 1]
+    assert abs(rest) <= sum(vectors)
 
 
 def test_adapters_stay_in_float_beside_a_quantized_base(tmp_path):

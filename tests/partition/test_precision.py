@@ -182,6 +182,16 @@ def test_nothing_is_written_if_the_target_is_missed(capsys: pytest.CaptureFixtur
     assert Path("a.pte").exists()
 
 
+@pytest.mark.usefixtures("_here")
+def test_stablehlo_has_no_example_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    function = "func.func public @main(%a: tensor<3xf32>) -> tensor<3xf32>"
+    text = f"{function} {{\n  return %a : tensor<3xf32>\n}}"
+    Path("same.mlir").write_text(text)
+    assert main(["convert", "same.mlir", "-o", "same.mlpackage", "--precision", "auto"]) == 1
+    assert "precision auto needs example inputs" in capsys.readouterr().err
+    assert not Path("same.mlpackage").exists()
+
+
 def test_the_error_of_a_missed_target_names_the_operations() -> None:
     lowered, _, _ = _lowered()
     report = replace(lowered.report, precision=_precision(lowered).in_fp16())

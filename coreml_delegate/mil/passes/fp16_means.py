@@ -2,7 +2,7 @@
 
 - ``sum(x) * c`` with a constant c below 1 is ``mean(x) * (c * n)`` for sums of n terms; 64 terms of
   2,000 are beyond 65504.
-- ``(x @ ones) * c`` is ``x @ (c * ones)``.
+- ``(x @ ones) * c`` is ``x @ (c * ones)``, also with moves of elements between.
 - In a quotient of sums of n terms, as ``sum(x * mask) / max(sum(mask), 1)``, both are divided by n:
   sums become means, and constants between them and the quotient are divided by n. In linear
   attention, ``(q @ (k.T @ v)) / (q @ sum(k))``, the sums are those of k (Katharopoulos et al.,
@@ -88,13 +88,20 @@ def average_scaled_sum(total: Any, may_cast: Selector) -> None:
 def scale_ones(product: Any, may_cast: Selector) -> None:
     """Multiply a constant factor of equal elements by the constant that multiplies the product."""
     uniform = _uniform_factor(product)
-    reader = only_reader(product, "mul", "real_div") if uniform else None
-    if reader is None or uniform is None or not may_cast(product):
+    if uniform is None or not may_cast(product):
         return
-    factor = _factor(reader, product.outputs[0])
-    if factor is not None:
-        scaled = _with_scaled_factor(product, uniform, factor, name=reader.outputs[0].name)
-        replace(reader, scaled)
+    last = product
+    while (reader := only_reader(last, "mul", "real_div", *_MOVES)) and reader.op_type in _MOVES:
+        last = reader
+    factor = None if reader is None else _factor(reader, last.outputs[0])
+    if reader is None or factor is None:
+        return
+    name = reader.outputs[0].name
+    if last is product:
+        replace(reader, _with_scaled_factor(product, uniform, factor, name=name))
+        return
+    replace(product, _with_scaled_factor(product, uniform, factor))
+    replace(reader, mb.identity(x=last.outputs[0], name=name, before_op=reader))
 
 
 def _uniform_factor(product: Any) -> str | None:

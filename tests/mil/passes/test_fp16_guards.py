@@ -248,6 +248,7 @@ MEANS: dict[str, Case] = {
     "array of counts": (lambda x: x.sum(1) / torch.full((5,), 64.0), (_SERIES,)),
     "product with ones": (lambda x: (x.mT @ torch.ones(64, 1)) / 64, (_SERIES,)),
     "product with ones first": (lambda x: torch.ones(1, 64) @ x / 64, (_SERIES,)),
+    "product with ones, a row of it": (lambda x: (torch.ones(1, 64) @ x)[0] / 64, (_SERIES,)),
     "masked": (lambda x, m: (x * m).sum(1) / m.sum(1).clamp(min=1), (_SERIES, _MASK)),
     "masked, small bound": (
         lambda x, m: (x * m).sum(1, keepdim=True) / m.sum(1, keepdim=True).clamp(min=1e-9),

@@ -251,7 +251,7 @@ class CoreMLPartitioner(Partitioner):
                 options_by_tag.update(partitioning.compile_options)
                 blobs.update(partitioning.blobs)
         if self._options.measures_precision:
-            report = replace(report, precision=self._notes.precision_of(program))
+            report = replace(report, precision=self._require_precision(program))
             _warn_of_precision(report)
         self._notes.keep(blobs.values())
         self._reports.append(report)
@@ -273,6 +273,17 @@ class CoreMLPartitioner(Partitioner):
             choice = self._choose_precision(exported_program)
             self._notes.precision[interface_of(transformed)] = choice
         return transformed
+
+    def _require_precision(self, program: ExportedProgram) -> PrecisionReport:
+        choice = self._notes.precision_of(program)
+        if choice is None:
+            raise ProgramError(
+                "precision auto was not measured for this program",
+                got=f"inputs {', '.join(interface_of(program))}",
+                expected="; ".join(", ".join(inputs) for inputs in self._notes.precision),
+                remedy="Choose float16 or float32",
+            )
+        return choice
 
     def _choose_precision(self, program: ExportedProgram) -> PrecisionReport:
         options = self._options

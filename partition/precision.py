@@ -101,12 +101,14 @@ def precision_report(
         )
 
     after = measurement.after_db if after_db is None else after_db
+    # The islands may have been searched for a higher target.
+    is_minimal = all(island.without_db < target_db for island in measurement.islands)
     return PrecisionReport(
         target_db,
         tuple((name, db, after[name]) for name, db in measurement.before_db.items()),
         tuple(map(call, measurement.islands)),
-        tuple(map(call, measurement.lossy)),
-        measurement.is_minimal,
+        tuple(call(lossy) for lossy in measurement.lossy if lossy.sqnr_db < target_db),
+        measurement.is_minimal and is_minimal,
     )
 
 
@@ -145,7 +147,7 @@ def samples_for(
 
 
 def interface_of(program: ExportedProgram) -> tuple[str, ...]:
-    """Return the names, dtypes and shapes of a program's inputs, which tell methods apart."""
+    """Return the names and shapes of a program's inputs, which tell methods apart."""
     inputs = set(program.graph_signature.user_inputs)
     return tuple(
         f"{node.name} {_described(node.meta.get('val'))}"

@@ -11,12 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.errors import (
-    ExecutionError,
-    LoweringError,
-    ProgramError,
-    UnsupportedOpError,
-)
+from coreml_delegate.errors import CoreMLDelegateError, LoweringError
 from coreml_delegate.formats.text import decibels
 from coreml_delegate.options.compile_options import CompileOptions, Precision
 from coreml_delegate.options.partitioner_options import PartitionerKeywords
@@ -145,7 +140,7 @@ def _measured(
     try:
         with console.step("Measuring in fp16"):
             measurement = measure_method(program, samples, min_sqnr_db=min_sqnr_db)
-    except (ProgramError, UnsupportedOpError, ExecutionError) as error:
+    except CoreMLDelegateError as error:
         console.note(f"not measured, because the program does not run here: {error}")
         return report
     found = precision_report(measurement, report, target_db=min_sqnr_db)

@@ -33,7 +33,7 @@ CALLABLES = {
     PartitionerKeywords: CoreMLPartitioner,
     EngineOptions: EngineOptions,
 }
-"""What users call with the options of a dataclass."""
+"""The functions that take the options of a dataclass as keywords."""
 COMMANDS = {
     CompileOptions: ["export", "module:factory", "--dry-run"],
     PartitionerKeywords: ["export", "module:factory", "--dry-run"],

@@ -21,7 +21,9 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError, OptionError, PrecisionError
 from coreml_delegate.options.compile_options import CompileOptions, Precision
 from coreml_delegate.partition import PrecisionReport
+from coreml_delegate.partition.precision import precision_report
 from coreml_delegate.recipes import CoreMLRecipeType
+from coreml_delegate.runtime.precision import Operation, PrecisionMeasurement
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.cli import main
 
@@ -180,6 +182,25 @@ def test_nothing_is_written_if_the_target_is_missed(capsys: pytest.CaptureFixtur
     assert not Path("a.pte").exists()
     assert main(["export", model, *options, "--force"]) == 0
     assert Path("a.pte").exists()
+
+
+@pytest.mark.usefixtures("_here")
+def test_a_program_that_refuses_its_example_is_written_unmeasured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["export", "support.cli_models:doubling", "-o", "a.pte"]) == 0
+    assert "not measured, because the program does not run here" in capsys.readouterr().err
+    assert Path("a.pte").exists()
+
+
+def test_islands_for_a_higher_target_are_minimal_only_if_the_own_target_needs_them() -> None:
+    island = Operation("mul", "y", (), 1, 1.0, 1.0, 45.0, 50.0)
+    measured = PrecisionMeasurement(60.0, {"y": 30.0}, {"y": 70.0}, (island,), (island,), True, 1)
+    report = _lowered()[0].report
+    for target, is_minimal in ((60.0, True), (40.0, False)):
+        result = precision_report(measured, report, target_db=target)
+        assert result.is_minimal is is_minimal
+        assert bool(result.lossy) is is_minimal
 
 
 @pytest.mark.usefixtures("_here")

@@ -458,3 +458,14 @@ class Unreachable(nn.Module):
 
 def unreachable():
     return Unreachable(), torch.rand(2, 16)
+
+
+class Doubling(nn.Module):
+    """Takes integers; the example is beyond int32, which no delegate accepts."""
+
+    def forward(self, x):
+        return x + x
+
+
+def doubling():
+    return Doubling(), torch.tensor([2**40, 3])

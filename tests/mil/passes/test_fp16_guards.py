@@ -1,4 +1,4 @@
-"""What fp16 loses and the program shows: angles, coordinates, bounds, means, against PyTorch."""
+"""Guards of angles, coordinates, bounds and means in fp16, compared with PyTorch."""
 
 from __future__ import annotations
 

@@ -9,14 +9,13 @@ from coreml_delegate.partition.report import (
     Coverage,
     DelegationReport,
     DeviceFinding,
-    LossyCall,
     NodeReport,
     Obstacle,
     PartitionReport,
-    PrecisionReport,
     SourceLine,
 )
 from coreml_delegate.partition.verdicts.filters import do_not_delegate
+from coreml_delegate.runtime.precision import LossyCall, PrecisionReport
 
 __all__ = [
     "BufferReport",

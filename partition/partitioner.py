@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,17 @@ from coreml_delegate.options.declaration import documented, options_of, takes
 from coreml_delegate.partition.branches import add_branch, branches_of
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.partitioning import Partitioning, transform
-from coreml_delegate.partition.precision import choose_fp32_calls, interface_of, samples_for
-from coreml_delegate.partition.report import DelegationReport, NodeReport, PrecisionReport
+from coreml_delegate.partition.precision import calls_by_handle, interface_of, samples_for
+from coreml_delegate.partition.report import DelegationReport, NodeReport
 from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
 from coreml_delegate.partition.verdicts.filters import ExcludedCalls
 from coreml_delegate.patches.torch import OpOverload
+from coreml_delegate.runtime.precision import (
+    LoweredProgram,
+    PrecisionReport,
+    choose_fp32_calls,
+    measure_method,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +259,6 @@ class CoreMLPartitioner(Partitioner):
                 blobs.update(partitioning.blobs)
         if self._options.measures_precision:
             report = replace(report, precision=self._require_precision(program))
-            _warn_of_precision(report)
         self._notes.keep(blobs.values())
         self._reports.append(report)
         if self._options.demands_everything:
@@ -288,7 +294,7 @@ class CoreMLPartitioner(Partitioner):
     def _choose_precision(self, program: ExportedProgram) -> PrecisionReport:
         options = self._options
 
-        def lower(in_fp32: frozenset[str]) -> tuple[bytes, DelegationReport]:
+        def lower(in_fp32: frozenset[str]) -> LoweredProgram:
             partitioner = CoreMLPartitioner()
             partitioner._options = options.in_fp16(in_fp32)
             edge = to_edge_transform_and_lower(
@@ -296,11 +302,12 @@ class CoreMLPartitioner(Partitioner):
                 partitioner=[partitioner],
                 compile_config=EdgeCompileConfig(_check_ir_validity=False),
             )
-            return bytes(edge.to_executorch().buffer), partitioner.report
+            measure = partial(measure_method, bytes(edge.to_executorch().buffer), samples)
+            return LoweredProgram(measure, calls_by_handle(partitioner.report))
 
         samples = samples_for(program, options.precision_data)
         with torch.no_grad():
-            return choose_fp32_calls(lower, samples, options.min_sqnr_db)
+            return choose_fp32_calls(lower, options.min_sqnr_db)
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -356,16 +363,6 @@ class _Planner(CoreMLPartitioner):
 
 def _delegation(options: CompileOptions) -> DelegationSpec:
     return DelegationSpec(CoreMLBackend.__name__, options.to_specs())
-
-
-def _warn_of_precision(report: DelegationReport) -> None:
-    precision = report.precision
-    if precision is not None and not precision.is_reached:
-        logger.warning(
-            "the outputs reach %.1f dB of %g dB; the report lists the operations that lose most",
-            precision.after_db,
-            precision.target_db,
-        )
 
 
 def _warn_of_missing_kernels(report: DelegationReport) -> None:

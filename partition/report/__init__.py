@@ -6,11 +6,9 @@ from coreml_delegate.partition.report.records import (
     BufferReport,
     Coverage,
     DeviceFinding,
-    LossyCall,
     NodeReport,
     Obstacle,
     PartitionReport,
-    PrecisionReport,
     SourceLine,
 )
 
@@ -19,11 +17,9 @@ __all__ = [
     "Coverage",
     "DelegationReport",
     "DeviceFinding",
-    "LossyCall",
     "NodeReport",
     "Obstacle",
     "PartitionReport",
-    "PrecisionReport",
     "SourceLine",
     "describe",
 ]

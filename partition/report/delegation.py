@@ -25,7 +25,6 @@ from typing import Any
 from coreml_delegate.errors import (
     LoweringError,
     MissingKernelError,
-    PrecisionError,
     UnsupportedOperatorError,
 )
 from coreml_delegate.formats.text import to_json
@@ -36,13 +35,11 @@ from coreml_delegate.partition.report.page import to_html
 from coreml_delegate.partition.report.records import (
     Coverage,
     DeviceFinding,
-    PrecisionReport,
     ProgramRecord,
 )
 from coreml_delegate.partition.report.table import to_table
 
 SCHEMA_VERSION = 1
-_BLAMED = 3  # operations in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +115,8 @@ class DelegationReport(ProgramRecord):
         Raises:
             PrecisionError: They miss it; lists the operations that lose most.
         """
-        precision = self.precision
-        if precision is None or precision.is_reached:
-            return
-        worst = sorted(precision.lossy, key=lambda call: call.sqnr_db)[:_BLAMED]
-        blamed = "; ".join(
-            f"{call.operation} {', '.join(call.nodes)}{f' at {call.place}' if call.place else ''}: "
-            f"{call.fp16:.4g} in fp16, {call.fp32:.4g} in fp32"
-            for call in worst
-        )
-        raise PrecisionError(
-            f"the outputs reach {precision.after_db:.1f} dB, with "
-            f"{len(precision.in_fp32) or 'all'} operations in fp32",
-            got=blamed or "no operation loses its numbers on its own",
-            expected=f"at least {precision.target_db:g} dB",
-            remedy="Lower in fp32, take a smaller --min-sqnr, or write the program with --force",
-        )
+        if self.precision is not None:
+            self.precision.require()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, ready for JSON."""
@@ -152,7 +135,7 @@ class DelegationReport(ProgramRecord):
             "obstacles": [asdict(o) | {"code": o.code} for o in self.obstacles],
             "buffers": [asdict(b) for b in self.buffers],
             "folds": [asdict(f) for f in self.folds],
-            "precision": None if self.precision is None else _precision(self.precision),
+            "precision": None if self.precision is None else self.precision.to_dict(),
             "nodes": [asdict(n) | {"delegated": n.delegated} for n in self.nodes],
         }
 
@@ -181,11 +164,6 @@ class DelegationReport(ProgramRecord):
 
     def __str__(self) -> str:
         return self.to_table()
-
-
-def _precision(precision: PrecisionReport) -> dict[str, Any]:
-    derived = ("before_db", "after_db", "is_reached", "share")
-    return asdict(precision) | {name: getattr(precision, name) for name in derived}
 
 
 def _coverage(coverage: Coverage) -> dict[str, Any]:

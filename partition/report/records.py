@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from coreml_delegate.exported.source_lines import SourceLine
 from coreml_delegate.ops import Reason
+from coreml_delegate.runtime.precision.report import PrecisionReport
 
 _STATE_DTYPE = "float16"
 
@@ -213,87 +213,6 @@ class DeviceFinding:
     reason: str
     remedy: str
     sources: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LossyCall:
-    """Calls whose numbers fp16 loses, measured on example inputs.
-
-    Attributes:
-        nodes: Names of the calls; empty if they are unknown.
-        operation: MIL op type of the operation that loses most.
-        place: Module and source line of the last call, as text; empty if unknown.
-        fp16: The element with the largest error, computed in fp16 from rounded operands.
-        fp32: The same element, computed in fp32.
-        sqnr_db: Ratio of signal to error of the operation's value, on operands from fp32, in dB.
-        without_db: Ratio of the program's worst output if only these calls return to fp16, in dB;
-            nan if they compute in fp16 anyway, or if it was not measured.
-        share: Their share of the program's estimated operations, 0 to 1.
-    """
-
-    nodes: tuple[str, ...]
-    operation: str
-    place: str
-    fp16: float
-    fp32: float
-    sqnr_db: float
-    without_db: float
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class PrecisionReport:
-    """The accuracy of a program in fp16, measured on example inputs; see ``runtime.precision``.
-
-    Attributes:
-        target_db: Ratio of signal to error that every output has to reach, in dB.
-        outputs: Name of each output, its ratio in fp16, and its ratio with ``islands`` in fp32.
-            Integers and booleans have inf if all are equal, otherwise -inf.
-        islands: The calls that compute in fp32.
-        lossy: The calls whose own values miss the target in fp16.
-        is_minimal: Whether the target is missed without any one of the islands.
-    """
-
-    target_db: float
-    outputs: tuple[tuple[str, float, float], ...]
-    islands: tuple[LossyCall, ...]
-    lossy: tuple[LossyCall, ...]
-    is_minimal: bool
-
-    @property
-    def before_db(self) -> float:
-        """The ratio of the worst output in fp16; inf without outputs."""
-        return min((before for _, before, _ in self.outputs), default=math.inf)
-
-    @property
-    def after_db(self) -> float:
-        """The ratio of the worst output with the islands; inf without outputs."""
-        return min((after for _, _, after in self.outputs), default=math.inf)
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether every output reaches the target."""
-        return self.after_db >= self.target_db
-
-    @property
-    def share(self) -> float:
-        """The share of the islands in the program's estimated operations, 0 to 1."""
-        return sum(call.share for call in self.islands)
-
-    def in_fp16(self) -> PrecisionReport:
-        """Return the report on the program without islands."""
-        return replace(
-            self,
-            outputs=tuple((name, before, before) for name, before, _ in self.outputs),
-            islands=(),
-            lossy=tuple(replace(call, without_db=math.nan) for call in self.lossy),
-            is_minimal=self.before_db >= self.target_db,
-        )
-
-    @property
-    def in_fp32(self) -> frozenset[str]:
-        """Names of the calls that compute in fp32."""
-        return frozenset(name for call in self.islands for name in call.nodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from coreml_delegate.formats.text import decibels
 from coreml_delegate.ops.call import GETITEM
 from coreml_delegate.partition.report.records import (
-    LossyCall,
     NodeReport,
     PartitionReport,
-    PrecisionReport,
     ProgramRecord,
 )
 
-_MAX_LOSSY = 5  # operations that are listed if the target is missed
 _MAX_GAINS = 3  # obstacles that are listed at the end
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _INDENT = " " * 4
@@ -60,7 +55,7 @@ def _lines(report: ProgramRecord) -> Iterator[str]:
             (fold.name, fold.tensor, f"{quantity(fold.growth, 'B')} more") for fold in report.folds
         )
     if report.precision is not None:
-        yield from _precision(report.precision)
+        yield from (f"  {line}" for line in report.precision.lines())
     if report.undelegated:
         yield "  on the CPU:"
         yield from _on_the_cpu(report.undelegated)
@@ -84,36 +79,6 @@ def _partition(partition: PartitionReport) -> str:
     if partition.shared_by:
         facts.append(f"one model for {', '.join(partition.shared_by)}")
     return f"  {partition.tag}: {', '.join(facts)}"
-
-
-def _precision(precision: PrecisionReport) -> Iterator[str]:
-    """Yield the accuracy in fp16, and the calls that compute in fp32 or lose most."""
-    yield (
-        f"  fp16 has {decibels(precision.before_db)} on the example inputs; the target is "
-        f"{precision.target_db:g} dB"
-    )
-    if precision.islands:
-        exactly = "" if precision.is_minimal else "at most "
-        yield (
-            f"  {decibels(precision.after_db)} with {exactly}{len(precision.in_fp32)} operation(s) "
-            f"in fp32, {precision.share:.1%} of the estimated operations:"
-        )
-        yield from _lossy(precision.islands)
-    if not precision.is_reached:
-        yield "  the target is missed; these operations lose most:"
-        yield from _lossy(sorted(precision.lossy, key=lambda c: c.sqnr_db)[:_MAX_LOSSY])
-
-
-def _lossy(calls: Iterable[LossyCall]) -> Iterator[str]:
-    for call in calls:
-        yield f"{_INDENT}{call.operation}: {', '.join(call.nodes) or 'an unknown call'}"
-        if call.place:
-            yield f"{_INDENT}  at {call.place}"
-        without = "" if math.isnan(call.without_db) else f"; without it {decibels(call.without_db)}"
-        yield (
-            f"{_INDENT}  {call.fp16:.6g} in fp16, {call.fp32:.6g} in fp32, alone "
-            f"{decibels(call.sqnr_db)}{without}"
-        )
 
 
 def _on_the_cpu(nodes: Sequence[NodeReport]) -> Iterator[str]:

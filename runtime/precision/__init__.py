@@ -1,15 +1,21 @@
 """Measurement of programs in fp16, and of the operations that have to compute in fp32."""
 
+from coreml_delegate.runtime.precision.choice import LoweredProgram, choose_fp32_calls
 from coreml_delegate.runtime.precision.islands import (
     Operation,
     PrecisionMeasurement,
     measure_method,
     measure_model,
 )
+from coreml_delegate.runtime.precision.report import LossyCall, PrecisionReport
 
 __all__ = [
+    "LossyCall",
+    "LoweredProgram",
     "Operation",
     "PrecisionMeasurement",
+    "PrecisionReport",
+    "choose_fp32_calls",
     "measure_method",
     "measure_model",
 ]

@@ -11,19 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.errors import CoreMLDelegateError, LoweringError
-from coreml_delegate.formats.text import decibels
+from coreml_delegate.errors import LoweringError
 from coreml_delegate.options.compile_options import CompileOptions, Precision
 from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.patches.third_party import quiet_import, wrap_errors
-from coreml_delegate.scripts import arguments, console, quantization_options
+from coreml_delegate.scripts import (
+    arguments,
+    console,
+    precision_measuring,
+    quantization_options,
+)
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_outputs, new_output
 from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.inputs import flexible_shapes
 
 if TYPE_CHECKING:
     from coreml_delegate.exported.source_model import Outcome, SourceModel
-    from coreml_delegate.partition import CoreMLPartitioner, DelegationReport, PrecisionReport
+    from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
     from coreml_delegate.quantization import QuantizationAssignment
     from coreml_delegate.runtime.program.plan import MethodInfo
     from coreml_delegate.scripts.quantization_options import QuantizationSummary
@@ -66,11 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_allow_missing_kernels(parser)
     arguments.add_options(parser, CompileOptions)
-    parser.add_argument(
-        "--no-verify",
-        action="store_true",
-        help="with --precision float16, do not measure the program on the example inputs",
-    )
+    precision_measuring.add_no_verify(parser)
     arguments.add_options(parser.add_argument_group("what to delegate"), PartitionerKeywords)
     flexible_shapes.add_flexible_shapes(parser)
     quantization_options.add_quantization(parser)
@@ -132,31 +132,17 @@ def _measured(
     report: DelegationReport, program: bytes, samples: list[list[Any]], min_sqnr_db: float
 ) -> DelegationReport:
     """Measure a program in fp16 on samples; warn if its outputs miss the target."""
-    from coreml_delegate.partition.precision import precision_report
-    from coreml_delegate.runtime.precision import measure_method
+    from coreml_delegate.partition.precision import calls_by_handle
+    from coreml_delegate.runtime.precision import PrecisionReport, measure_method
 
     if not report.partitions:
         return report
-    try:
-        with console.step("Measuring in fp16"):
-            measurement = measure_method(program, samples, min_sqnr_db=min_sqnr_db)
-    except CoreMLDelegateError as error:
-        console.note(f"not measured, because the program does not run here: {error}")
-        return report
-    found = precision_report(measurement, report, target_db=min_sqnr_db)
-    if not found.before_db >= min_sqnr_db:
-        console.warn(f"{decibels(found.before_db)} on the example inputs; {_remedy(found)}")
-    return replace(report, precision=found.in_fp16())
 
+    def measure() -> PrecisionReport:
+        measurement = measure_method(program, samples, min_sqnr_db=min_sqnr_db)
+        return PrecisionReport.of(measurement, calls_by_handle(report), target_db=min_sqnr_db)
 
-def _remedy(precision: PrecisionReport) -> str:
-    if not precision.is_reached:
-        return f"{decibels(precision.after_db)} with all operations in fp32"
-    count = len(precision.in_fp32)
-    return (
-        f"--precision auto keeps {count} operation{'s' if count > 1 else ''} in fp32 and has "
-        f"{decibels(precision.after_db)}"
-    )
+    return replace(report, precision=precision_measuring.measured(measure))
 
 
 def _write(

@@ -21,7 +21,7 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError, OptionError, PrecisionError
 from coreml_delegate.options.compile_options import CompileOptions, Precision
 from coreml_delegate.partition import PrecisionReport
-from coreml_delegate.partition.precision import precision_report
+from coreml_delegate.partition.precision import calls_by_handle
 from coreml_delegate.recipes import CoreMLRecipeType
 from coreml_delegate.runtime.precision import Operation, PrecisionMeasurement
 from coreml_delegate.runtime.program.pte import PteProgram
@@ -198,7 +198,7 @@ def test_islands_for_a_higher_target_are_minimal_only_if_the_own_target_needs_th
     measured = PrecisionMeasurement(60.0, {"y": 30.0}, {"y": 70.0}, (island,), (island,), True, 1)
     report = _lowered()[0].report
     for target, is_minimal in ((60.0, True), (40.0, False)):
-        result = precision_report(measured, report, target_db=target)
+        result = PrecisionReport.of(measured, calls_by_handle(report), target_db=target)
         assert result.is_minimal is is_minimal
         assert bool(result.lossy) is is_minimal
 

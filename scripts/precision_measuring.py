@@ -1,0 +1,54 @@
+"""Measurement of a program in fp16 on the command line, with the warning and its remedy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from coreml_delegate.errors import CoreMLDelegateError
+from coreml_delegate.formats.text import decibels
+from coreml_delegate.scripts import console
+
+if TYPE_CHECKING:
+    from coreml_delegate.runtime.precision import PrecisionReport
+
+
+def add_no_verify(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--no-verify``."""
+    parser.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="with --precision float16, do not measure the program on the example inputs",
+    )
+
+
+def measured(measure: Callable[[], PrecisionReport]) -> PrecisionReport | None:
+    """Measure a program in fp16; warn if its outputs miss the target.
+
+    Args:
+        measure: Measures the program, and searches for calls to compute in fp32.
+
+    Returns:
+        The report on the program as it is; None if the program does not run here.
+    """
+    try:
+        with console.step("Measuring in fp16"):
+            report = measure()
+    except CoreMLDelegateError as error:
+        console.note(f"not measured, because the program does not run here: {error}")
+        return None
+    if not report.before_db >= report.target_db:
+        console.warn(f"{decibels(report.before_db)} on the example inputs; {gain(report)}")
+    return report.in_fp16()
+
+
+def gain(report: PrecisionReport) -> str:
+    """Return what precision ``auto`` gains for a program that misses the target in fp16."""
+    if not report.is_reached:
+        return f"{decibels(report.after_db)} with all operations in fp32"
+    count = len(report.in_fp32)
+    return (
+        f"--precision auto keeps {count} operation{'s' if count > 1 else ''} in fp32 and has "
+        f"{decibels(report.after_db)}"
+    )

@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import InputError, LoweringError, OptionError
+from coreml_delegate.graph import Backend
+from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.declaration import checked
+from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.stablehlo import Program
 from coreml_delegate.stablehlo import compile as compile_program
@@ -235,7 +239,9 @@ def compile(
         args: Example arguments, or ``jax.ShapeDtypeStruct``, whose sizes may be symbolic.
         states: Arguments that the model keeps between calls, each with the position of the result
             that replaces it, a tree of the same structure.
-        options: Options of ``stablehlo.compile``, for example ``{"engine": "openvino"}``.
+        options: Options of ``stablehlo.compile``, for example ``{"engine": "openvino"}``. With
+            ``"precision": "auto"`` the example arguments are measured, or ``precision_data``: a
+            list of samples, each a tuple of the positional arguments of a call, without states.
         kwargs: Example arguments that are passed by name.
 
     Raises:
@@ -246,8 +252,35 @@ def compile(
     exported = export(jitted, *args, **kwargs)
     static = _static_arguments(jitted, args, kwargs)
     signature = _Signature(exported, static, states or {})
-    program = compile_program(exported, states=signature.program_states, **(options or {}))
+    own_options = dict(options or {})
+    own_options["precision_data"] = _samples(signature, args, kwargs, own_options)
+    program = compile_program(exported, states=signature.program_states, **own_options)
     return Function(program, signature)
+
+
+def _samples(
+    signature: _Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> list[list[Any]] | None:
+    """Return the samples to measure with, each the program's inputs; None if none are needed."""
+    data = checked(PartitionerKeywords, "precision_data", options.get("precision_data"))
+    if data is None:
+        backend = Backend(precision=options.get("precision", Precision.FLOAT32))
+        if backend.compile_options.precision is not Precision.AUTO:
+            return None
+        data = [[arg for n, arg in enumerate(args) if n not in signature.states]]
+    named = {name: arg for name, arg in kwargs.items() if name not in signature.states}
+    samples = [signature.leaves(tuple(sample), named) for sample in data]
+    if any(isinstance(leaf, _jax("jax").ShapeDtypeStruct) for leaves in samples for leaf in leaves):
+        raise OptionError(
+            "precision auto measures a function on example inputs",
+            got="jax.ShapeDtypeStruct",
+            expected="arrays",
+            remedy="Pass arrays as example arguments, or precision_data among the options",
+        )
+    return [[_as_array(leaf) for leaf in leaves] for leaves in samples]
 
 
 def export(jitted: Any, *args: Any, **kwargs: Any) -> Any:

@@ -242,8 +242,8 @@ def add_method(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", help="method of the program (default: forward)")
 
 
-def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--input``."""
+def add_inputs(parser: argparse.ArgumentParser, *, default: str = "random") -> None:
+    """Declare ``--input``; ``default`` says which inputs there are without it."""
     parser.add_argument(
         "--input",
         type=Path,
@@ -251,7 +251,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="one input per file, in order (.npy, .png, .jpg), or several in a .npz; default: "
-        "random. Images are resized, cropped and normalised as for ImageNet",
+        f"{default}. Images are resized, cropped and normalised as for ImageNet",
     )
 
 

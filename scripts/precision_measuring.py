@@ -23,18 +23,21 @@ def add_no_verify(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def measured(measure: Callable[[], PrecisionReport]) -> PrecisionReport | None:
+def measured(
+    measure: Callable[[float], PrecisionReport], min_sqnr_db: float
+) -> PrecisionReport | None:
     """Measure a program in fp16; warn if its outputs miss the target.
 
     Args:
-        measure: Measures the program, and searches for calls to compute in fp32.
+        measure: Measures the program, and searches for calls that need fp32.
+        min_sqnr_db: The target, in dB.
 
     Returns:
         The report on the program as it is; None if the program does not run here.
     """
     try:
         with console.step("Measuring in fp16"):
-            report = measure()
+            report = measure(min_sqnr_db)
     except CoreMLDelegateError as error:
         console.note(f"not measured, because the program does not run here: {error}")
         return None

@@ -9,11 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from coreml_delegate import runtime
+from coreml_delegate.exported.source_model import SourceModel
 from coreml_delegate.runtime.engines.selection import REFERENCE
-from coreml_delegate.runtime.loading import LoadedModel, LoadedProgram, refuse_pte_options
+from coreml_delegate.runtime.loading import (
+    Input,
+    LoadedModel,
+    LoadedProgram,
+    refuse_pte_options,
+)
 from coreml_delegate.runtime.program.bundle import BundledCase, cases_of
 from coreml_delegate.runtime.program.pte import map_source
+from coreml_delegate.scripts import quantization_options
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, keywords_of
 from coreml_delegate.scripts.inputs.input_files import random_inputs, read_inputs
 from coreml_delegate.scripts.inputs.random_tensors import generator
@@ -97,6 +106,23 @@ def inputs_for(args: argparse.Namespace, program: LoadedProgram) -> list[Any]:
     if args.input:
         return read_inputs(args.input, program.inputs)
     return random_inputs(program.inputs, generator(args.seed))
+
+
+def calibration_samples(args: argparse.Namespace, inputs: Sequence[Input]) -> list[list[Any]]:
+    """Read the data of ``--calibration`` for the inputs of a program.
+
+    Raises:
+        OptionError: The data cannot be read or do not fit the inputs.
+    """
+    examples = {
+        input_.name: torch.empty(input_.shape, dtype=input_.dtype)
+        if input_.is_tensor
+        else input_.fixed
+        for input_ in inputs
+    }
+    like = SourceModel(module=lambda **values: values, args=(), kwargs=examples, exported=None)
+    image = inputs[0].image if len(inputs) == 1 else None
+    return quantization_options.read_samples(args, like, image)
 
 
 def median_latency(program: LoadedProgram, inputs: Sequence[Any], repeat: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,11 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.exported.source_model import SourceModel
 from coreml_delegate.patches.third_party import wrap_errors
 from coreml_delegate.runtime.loading import Execution, Input, LoadedProgram, Output
-from coreml_delegate.scripts.inputs.random_tensors import generator, random_tensor
+from coreml_delegate.scripts.inputs.input_files import random_inputs
+from coreml_delegate.scripts.inputs.random_tensors import generator
 
 if TYPE_CHECKING:
-    from coreml_delegate.graph import TensorType
+    from coreml_delegate.graph import Dimension, TensorType
     from coreml_delegate.stablehlo import Program
 
 SUFFIXES = (".mlir", ".stablehlo", ".jax")
@@ -62,7 +63,7 @@ class LoadedStableHLO(LoadedProgram):
     def __init__(self, program: Program, options: runtime.EngineOptions) -> None:
         self._program = program
         self.inputs = tuple(
-            Input(name, torch_dtype(type), default_shape(program, type))
+            input_of(name, type, program.executable.dimensions)
             for name, type in program.parameters.items()
         )
         self.execution = Execution.of_models([program.executable.model], options)
@@ -76,10 +77,11 @@ class LoadedStableHLO(LoadedProgram):
         }
 
 
-def default_shape(program: Program, type: TensorType) -> tuple[int, ...]:
-    """Return a shape that an input takes: symbolic sizes are the smallest."""
-    least: Any = {d.symbol: d.least for d in program.executable.dimensions.values()}
-    return tuple(size if isinstance(size, int) else int(size.subs(least)) for size in type.shape)
+def input_of(name: str, type: TensorType, dimensions: Mapping[str, Dimension]) -> Input:
+    """Return an input of a program; its symbolic sizes are the smallest by default."""
+    least: Any = {dimension.symbol: dimension.least for dimension in dimensions.values()}
+    sizes = (size if isinstance(size, int) else int(size.subs(least)) for size in type.shape)
+    return Input(name, torch_dtype(type), tuple(sizes))
 
 
 def torch_dtype(type: TensorType) -> torch.dtype:
@@ -95,11 +97,8 @@ def load_xla_model(path: Path, *, seed: int) -> SourceModel:
         CoreMLDelegateError: See ``stablehlo.compile``, which says what the inputs are.
     """
     program = compile_file(path, "reference")
-    random = generator(seed)
-    args = tuple(
-        random_tensor(torch_dtype(type), default_shape(program, type), random)
-        for type in program.parameters.values()
-    )
+    inputs = LoadedStableHLO(program, runtime.EngineOptions()).inputs
+    args = tuple(random_inputs(inputs, generator(seed)))
     run = _run_export if path.suffix == _EXPORT else _run_mlir
     with wrap_errors(f"XLA cannot compile {path}"):
         compiled = run(path)

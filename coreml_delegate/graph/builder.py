@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import sympy
 
 from coreml_delegate.errors import GraphError
+from coreml_delegate.graph.compilation import compile_graph
 from coreml_delegate.graph.compose import Composer, Var, const, to_storage
 from coreml_delegate.graph.emitter import elementwise, operation
 from coreml_delegate.graph.executable import Executable, Settings
-from coreml_delegate.graph.mil_program import Graph, package_files
+from coreml_delegate.graph.mil_program import Graph
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.operations.bits import Bits
 from coreml_delegate.graph.operations.contraction import Contraction
@@ -37,6 +38,7 @@ from coreml_delegate.graph.tensor_types import (
     linear,
     simplify,
 )
+from coreml_delegate.options.partitioner_options import MIN_SQNR_DB
 from coreml_delegate.targets import Opset
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")
@@ -183,6 +185,8 @@ class Builder(
         outputs: Value | Sequence[Value] | Mapping[str, Value],
         *,
         states: Mapping[Value, Value] | None = None,
+        precision_data: Collection[Sequence[Any]] | None = None,
+        min_sqnr_db: float = MIN_SQNR_DB,
     ) -> Executable:
         """Compile the graph that computes ``outputs``.
 
@@ -191,10 +195,20 @@ class Builder(
             states: Parameters that are states, each with the value that replaces it after a run.
                 A state is not an argument of ``run``. It starts with zeros, and is stored as fp16,
                 to which floats are rounded.
+            precision_data: With precision ``auto`` of the backend, the inputs to measure with: a
+                list of samples, each a tuple of the arrays of a call, see ``Executable.run``.
+            min_sqnr_db: With precision ``auto``, the ratio of signal to error in dB that every
+                floating-point output has to reach; integers and booleans have to be equal.
+
+        Returns:
+            The executable. With precision ``auto`` its ``precision`` says which nodes compute in
+            fp32, and whether the outputs reach ``min_sqnr_db``; a warning is logged if they do not.
 
         Raises:
             GraphError: No outputs, or values of another graph.
+            InputError: A sample of ``precision_data`` does not fit the graph.
             LoweringError: Core ML cannot express the graph.
+            OptionError: Precision ``auto`` without ``precision_data``, or the reverse.
             CoreMLDelegateError: The engine cannot run it.
         """
         named = self._name_outputs(outputs)
@@ -208,14 +222,7 @@ class Builder(
             states={names[value]: (value, after) for value, after in new_values.items()},
             dimensions=self.dimensions,
         )
-        return Executable(
-            package_files(graph, self.backend.compile_options, self.backend.opset),
-            self.backend,
-            {name: value.type for name, value in graph.inputs.items()},
-            {name: value.type for name, value in named.items()},
-            {name: value.type for name, (value, _) in graph.states.items()},
-            self.dimensions,
-        )
+        return compile_graph(graph, self.backend, precision_data, min_sqnr_db)
 
     def _name_outputs(
         self, outputs: Value | Sequence[Value] | Mapping[str, Value]

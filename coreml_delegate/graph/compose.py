@@ -10,14 +10,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import sympy
 
 from coreml_delegate.errors import GraphError, UnsupportedOperatorError
-from coreml_delegate.graph.node import Closure, Node, Scope, Value, as_tuple, needed_nodes
+from coreml_delegate.graph.node import (
+    Closure,
+    Compose,
+    Node,
+    Scope,
+    Value,
+    as_tuple,
+    needed_nodes,
+)
 from coreml_delegate.graph.tensor_types import Dim, DType, TensorType, linear, simplify
+from coreml_delegate.lowering.debug_handles import numbered
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.targets import Opset
 
@@ -39,6 +49,10 @@ class Composer:
     Args:
         opset: The MIL opset to use.
         order: Returns the nodes that compute values of a scope, in the order to compose them.
+
+    Attributes:
+        nodes: The nodes of the outermost scope by number. MIL ops have the number of the node that
+            they are composed for; see ``debug_handles``.
     """
 
     def __init__(
@@ -48,6 +62,9 @@ class Composer:
         self.order = order
         self._vars: dict[Value, Var | None] = {}
         self._sizes: dict[sympy.Symbol, tuple[Var, int, Dim]] = {}
+        self.nodes: dict[int, Node] = {}
+        self._numbers: dict[Value, int] = {}
+        self._depth = 0  # of closures
 
     # Values
 
@@ -68,21 +85,34 @@ class Composer:
     def compose(self, nodes: Iterable[Node]) -> None:
         """Compose nodes, in this order."""
         for node in nodes:
-            if node.results and node.results[0] in self._vars:
+            if node.results[0] in self._vars:
                 continue
             for value, var in zip(node.results, self._compose_node(node), strict=True):
                 self.bind(value, None if value.type.is_empty else var)
+
+    def numbered(self, node: Node) -> AbstractContextManager[None]:
+        """Give the MIL ops that a block composes the number of a node.
+
+        The ops of a closure have the number of the node that calls it.
+        """
+        if self._depth:
+            return nullcontext()
+        number = self._numbers.setdefault(node.results[0], len(self._numbers) + 1)
+        self.nodes.setdefault(number, node)
+        return numbered(number)
 
     def call(self, closure: Closure, arguments: Sequence[Var | None]) -> tuple[Var | None, ...]:
         """Compose a closure's nodes in the current block; return the MIL values of its results."""
         outer_vars = dict(self._vars)
         outer_sizes = dict(self._sizes)
+        self._depth += 1
         try:
             for parameter, argument in zip(closure.parameters, arguments, strict=True):
                 self.bind(parameter, argument)
             self.compose(self.order(closure.scope, closure.results))
             return tuple(self._vars[result] for result in closure.results)
         finally:
+            self._depth -= 1
             # Another call has other arguments, and values of a nested block end with it.
             self._vars, self._sizes = outer_vars, outer_sizes
 
@@ -90,8 +120,12 @@ class Composer:
         compose = node.record.compose
         if compose is None:
             raise AssertionError(f"{node.name} is made of other operations")
-        if node.results and all(value.type.is_empty for value in node.results):
+        if all(value.type.is_empty for value in node.results):
             return (None,) * len(node.results)
+        with self.numbered(node):
+            return self._compose_with(compose, node)
+
+    def _compose_with(self, compose: Compose, node: Node) -> tuple[Var | None, ...]:
         operands = [self._vars[operand] for operand in node.operands]
         if node.record.moves_data:  # hardly any op of MIL moves bools
             pairs = zip(node.operands, operands, strict=True)

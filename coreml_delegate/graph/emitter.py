@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ Self = TypeVar("Self", bound="Emitter")
 OPERATIONS: dict[str, OperationRecord] = {}
 """Every operation by name."""
 
+_PACKAGE = str(Path(__file__).parents[1])
 _COMPLEX = "Core ML has no complex numbers"
 _LINEAR_ALGEBRA = "Core ML has no decompositions or solvers of matrices"
 _TRAINING = "models are for inference; use batch_norm_inference"
@@ -187,6 +189,7 @@ class Emitter:
         several = not isinstance(types, TensorType)
         result_types = tuple(types) if not isinstance(types, TensorType) else (types,)
         node.results = tuple(Value(node, n, t, elements) for n, t in enumerate(result_types))
+        node.place = _calling_line()
         self.scope.nodes.append(node)
         return node.results if several else node.results[0]
 
@@ -229,6 +232,14 @@ class Emitter:
             return Closure(name, self.scope, parameters, results)
         finally:
             self.scope = outer
+
+
+def _calling_line() -> str:
+    """Return the line of the user's code that calls the builder, as ``model.py:3``."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _compose_argument(*_: Any) -> Any:

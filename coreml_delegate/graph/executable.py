@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,19 @@ import sympy
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import GraphError, InputError, OptionError
-from coreml_delegate.formats.blob import Buffer as Bytes
 from coreml_delegate.formats.blob_layout import PACKAGE, in_folder
 from coreml_delegate.formats.files import new_file, new_folder
 from coreml_delegate.graph.compose import MOST_AXES, from_storage, to_storage
+from coreml_delegate.graph.mil_program import Package
 from coreml_delegate.graph.pte import delegate_program
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, TensorType, linear
 from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.partitioner_options import MIN_SQNR_DB
 from coreml_delegate.runtime import EngineOptions, Model
 from coreml_delegate.runtime.engines.base import State
+from coreml_delegate.runtime.engines.selection import REFERENCE
 from coreml_delegate.runtime.native import SMALL
+from coreml_delegate.runtime.precision import LoweredProgram, PrecisionReport, measure_model
 from coreml_delegate.targets import Opset
 
 Array = NDArray[Any]
@@ -118,18 +122,22 @@ class Executable:
         outputs: Types of the outputs by name.
         states: Types of the states by name.
         dimensions: Ranges of symbolic sizes by name.
+        precision: The accuracy that decided which nodes compute in fp32, with precision ``auto``;
+            else None.
     """
 
     def __init__(
         self,
-        files: Mapping[str, Bytes],
+        package: Package,
         settings: Settings,
         parameters: Mapping[str, TensorType],
         outputs: Mapping[str, TensorType],
         states: Mapping[str, TensorType],
         dimensions: Mapping[str, Dimension],
     ) -> None:
-        self.files = files
+        self.files = package.files
+        self.precision: PrecisionReport | None = None
+        self._package = package
         self.parameters = dict(parameters)
         self.outputs = dict(outputs)
         self.states = dict(states)
@@ -168,6 +176,32 @@ class Executable:
             model.prepare_native_calls()
         return model
 
+    def measure_precision(
+        self, samples: Iterable[Sequence[Any]], min_sqnr_db: float = MIN_SQNR_DB
+    ) -> PrecisionReport:
+        """Measure how exact the graph is, on the engine ``reference``, which rounds as a device.
+
+        Args:
+            samples: The inputs of calls, each a tuple of arrays; see ``run``.
+            min_sqnr_db: The ratio of signal to error, in dB, that every output has to reach.
+
+        Returns:
+            The accuracy as the graph is compiled, and with the nodes in fp32 that restore it.
+
+        Raises:
+            InputError: A sample does not fit the graph.
+            ExecutionError: An op failed.
+        """
+        return self.to_measure(samples).report(min_sqnr_db)
+
+    def to_measure(self, samples: Iterable[Sequence[Any]]) -> LoweredProgram:
+        """Return the graph with the samples to measure it on; see ``measure_precision``."""
+        inputs = [list(self._features(sample)[0].values()) for sample in samples]
+        model = self.on(REFERENCE.name).model
+        handles = self._package.handles
+        calls = {number: (call,) for number, call in self._package.calls.items()}
+        return LoweredProgram(partial(measure_model, model, inputs, handles=handles), calls)
+
     @property
     def signature(self) -> str:
         """The inputs' names and types, and the outputs' types: ``(x: float32[2]) -> bool[]``."""
@@ -205,15 +239,21 @@ class Executable:
             buffers: Buffers, or arrays.
             state: From ``make_state``; updated in place.
         """
+        if (state is None) and self.states:
+            raise InputError(
+                "the graph has states", expected="state=", remedy="Pass one from make_state()"
+            )
+        inputs, sizes = self._features(buffers)
+        outputs = self.model.compiled(inputs, state)
+        return tuple(self._output(name, type, outputs, sizes) for name, type in self._outputs)
+
+    def _features(self, buffers: Sequence[Any]) -> tuple[dict[str, Array], dict[sympy.Symbol, int]]:
+        """Return the inputs of the model by name, and the symbolic sizes, of buffers or arrays."""
         if len(buffers) != len(self._inputs):
             raise InputError(
                 "wrong number of arrays",
                 got=str(len(buffers)),
                 expected=f"{len(self._inputs)}: {', '.join(self.parameters) or 'none'}",
-            )
-        if (state is None) and self.states:
-            raise InputError(
-                "the graph has states", expected="state=", remedy="Pass one from make_state()"
             )
         sizes: dict[sympy.Symbol, int] = {}
         inputs: dict[str, Array] = {}
@@ -231,8 +271,7 @@ class Executable:
             array = buffer.stored if is_same_rank else buffer.stored.reshape(-1)
             # Core ML has no inputs of bools.
             inputs[name] = array.astype(np.int32) if type.dtype is DType.BOOL else array
-        outputs = self.model.compiled(inputs, state)
-        return tuple(self._output(name, type, outputs, sizes) for name, type in self._outputs)
+        return inputs, sizes
 
     def save(self, path: Path | str) -> None:
         """Write the model, and replace an existing file. Equal graphs give equal bytes.

@@ -59,7 +59,7 @@ def _fuse(node: Node) -> Node:
         if pattern is not None:
             record = pattern.record or OPERATIONS[pattern.name]
             fused = Node(record, pattern.operands, pattern.attributes, {}, node.scope)
-            fused.results = node.results
+            fused.results, fused.place = node.results, node.place
             return fused
     return node
 

@@ -13,10 +13,11 @@ from coreml_delegate.formats.blob import Buffer as Bytes
 from coreml_delegate.formats.blob_layout import PACKAGE
 from coreml_delegate.graph.compose import Composer, Var, cast_bool, cast_storage, storage_shape
 from coreml_delegate.graph.fusion import fused_nodes
-from coreml_delegate.graph.node import Scope, Value
+from coreml_delegate.graph.node import Node, Scope, Value
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, linear
 from coreml_delegate.lowering.build import model_files
-from coreml_delegate.lowering.convert import convert_mil
+from coreml_delegate.lowering.convert import MilSource, convert_mil
+from coreml_delegate.lowering.debug_handles import NumberedCall, absorb_calls
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
@@ -47,36 +48,113 @@ class Graph:
         return {name: value for name, value in self.inputs.items() if not value.type.is_empty}
 
 
-def package_files(graph: Graph, options: CompileOptions, opset: Opset) -> dict[str, Bytes]:
-    """Return the content of the mlpackage's files by relative path.
+@dataclass(frozen=True, slots=True)
+class GraphCall:
+    """A node of a graph, in a report.
+
+    Attributes:
+        name: Its unique name; of a parameter the name of the input.
+        place: See ``Node``.
+    """
+
+    name: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """The mlpackage of a graph.
+
+    Attributes:
+        files: Content of the files by relative path.
+        calls: The nodes of the outermost scope, by number.
+        handles: Numbers of the nodes that an operation computes, by its first output.
+    """
+
+    files: Mapping[str, Bytes]
+    calls: Mapping[int, GraphCall]
+    handles: Mapping[str, tuple[int, ...]]
+
+
+def convert_graph(
+    graph: Graph, options: CompileOptions, opset: Opset, in_fp32: frozenset[int] = frozenset()
+) -> Package:
+    """Convert a graph.
+
+    Args:
+        graph: The graph; equal graphs have equal numbers of nodes.
+        options: How to lower.
+        opset: The MIL opset.
+        in_fp32: Numbers of the nodes that compute in fp32 in a model in fp16.
 
     Raises:
         LoweringError: Core ML cannot express the graph.
     """
-    prefix = f"{PACKAGE}/"
-    with convert_mil(lambda: (_program(graph, opset), _keywords(graph)), options) as conversion:
+    composer = Composer(opset, fused_nodes)
+
+    def build() -> MilSource:
+        return _program(graph, composer), _keywords(graph)
+
+    with convert_mil(build, options, in_fp32) as conversion:
         files = model_files(conversion, is_declared=False)
-    return {path.removeprefix(prefix): cast(Bytes, content) for path, content in files.items()}
+    prefix = f"{PACKAGE}/"
+    absorbed = absorb_calls(_numbered_calls(composer.nodes), set(conversion.calls.values()))
+    return Package(
+        {path.removeprefix(prefix): cast(Bytes, content) for path, content in files.items()},
+        {number: _call(number, node) for number, node in composer.nodes.items()},
+        {output: absorbed[number] for output, number in conversion.calls.items()},
+    )
 
 
-def _program(graph: Graph, opset: Opset) -> Any:
+def _call(number: int, node: Node) -> GraphCall:
+    is_parameter = node.name == "parameter"
+    return GraphCall(node["name"] if is_parameter else f"{node.name}_{number}", node.place)
+
+
+def _numbered_calls(nodes: Mapping[int, Node]) -> dict[int, NumberedCall]:
+    """Return the nodes that compute from others, by number."""
+    numbers = {node.results[0]: number for number, node in nodes.items()}
+    computing = {number: node for number, node in nodes.items() if node.operands}
+    sources = {
+        number: [
+            numbers[first] for value in node.operands if (first := value.node.results[0]) in numbers
+        ]
+        for number, node in computing.items()
+    }
+    users: dict[int, list[int]] = {number: [] for number in computing}
+    for user, operands in sources.items():
+        for source in operands:
+            if source in users:
+                users[source].append(user)
+    return {
+        number: NumberedCall(
+            tuple(users[number]), tuple(s for s in sources[number] if s in users), ()
+        )
+        for number in computing
+    }
+
+
+def _program(graph: Graph, composer: Composer) -> Any:
     """Return the MIL program, whose function ``main`` computes the outputs and new states."""
     from coremltools.converters.mil.mil import Function, Program
 
-    composer = Composer(opset, fused_nodes)
-    target = coremltools().target(int(opset))
+    target = coremltools().target(int(composer.opset))
     with Function(_placeholders(graph), opset_version=target) as function:
         for name, value in graph.inputs.items():
             feature = function.inputs.get(name)
-            composer.bind(value, None if feature is None else _from_feature(value, feature))
+            with composer.numbered(value.node):
+                composer.bind(value, None if feature is None else _from_feature(value, feature))
         for name, (value, _) in graph.states.items():
-            stored = mb.read_state(input=function.inputs[name])
-            composer.bind(value, _from_state(value, stored))
+            with composer.numbered(value.node):
+                stored = mb.read_state(input=function.inputs[name])
+                composer.bind(value, _from_state(value, stored))
         new_states = {name: after for name, (_, after) in graph.states.items()}
         needed_values = [*graph.outputs.values(), *new_states.values()]
         composer.compose(composer.order(graph.scope, needed_values))
         for name, value in new_states.items():
-            mb.coreml_update_state(state=function.inputs[name], value=_to_state(composer, value))
+            with composer.numbered(value.node):
+                new_state = _to_state(composer, value)
+            mb.coreml_update_state(state=function.inputs[name], value=new_state)
         results = [
             _to_feature(composer, value, name)
             for name, value in graph.outputs.items()
@@ -165,8 +243,9 @@ def _to_state(c: Composer, value: Value) -> Var:
 
 def _to_feature(c: Composer, value: Value, name: str) -> Var:
     """Convert a value to an output of this name: bools become int32, rank 0 becomes 1."""
-    var = cast_bool(value, c.var(value), "int32")
-    if not value.rank:
-        var = mb.expand_dims(x=var, axes=[0])
-    # In Core ML, an output is not an input or a constant, and two outputs are two values.
-    return mb.identity(x=var, name=name)
+    with c.numbered(value.node):
+        var = cast_bool(value, c.var(value), "int32")
+        if not value.rank:
+            var = mb.expand_dims(x=var, axes=[0])
+        # In Core ML, an output is not an input or a constant, and two outputs are two values.
+        return mb.identity(x=var, name=name)

@@ -90,20 +90,23 @@ def convert_program(
 
 
 @contextmanager
-def convert_mil(build: Callable[[], MilSource], options: CompileOptions) -> Generator[Conversion]:
+def convert_mil(
+    build: Callable[[], MilSource], options: CompileOptions, in_fp32: frozenset[int] = frozenset()
+) -> Generator[Conversion]:
     """Convert a MIL program inside a temporary directory that is always removed.
 
     Args:
         build: Returns the program, made with coremltools' builder, and keywords of
             ``coremltools.convert`` such as ``inputs``. Called under the lock of coremltools' state.
         options: How to lower.
+        in_fp32: Numbers of calls that stay in fp32; see ``debug_handles.numbered``.
 
     Raises:
         ConversionError: As ``convert_program``.
         LoweringError: As ``convert_program``.
     """
     with temporary_folder() as folder:
-        yield _convert(build, options, frozenset(), folder, source="milinternal")
+        yield _convert(build, options, in_fp32, folder, source="milinternal")
 
 
 @contextmanager

@@ -55,9 +55,9 @@ def convert_keywords(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) 
     """
     if options.precision is Precision.AUTO:
         raise OptionError(
-            "precision auto needs example inputs, which only programs of torch.export have",
-            remedy="Lower with to_edge_transform_and_lower and CoreMLPartitioner; for a graph or "
-            "StableHLO choose float16 or float32",
+            "precision auto is chosen by a measurement before a program is lowered",
+            remedy="Lower with to_edge_transform_and_lower and CoreMLPartitioner, or choose "
+            "float16 or float32",
         )
     target = options.deployment_target
     return {

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from coreml_delegate.formats.blob_layout import (
     debug_info_in,
     debug_symbol,
 )
+from coreml_delegate.mil.compose import mb
 from coreml_delegate.ops.call import GETITEM, target_name, tensors_of
 
 HANDLE = "debug_handle"
@@ -81,6 +83,14 @@ def number_calls(program: ExportedProgram) -> dict[int, NumberedCall]:
     }
 
 
+def numbered(number: int) -> AbstractContextManager[None]:
+    """Give the operations that a block makes with coremltools' builder the number of a call."""
+    from coremltools.converters.mil.mil import scope
+
+    info: Any = scope.ScopeInfo
+    return mb.scope(info(scope.ScopeSource.EXIR_DEBUG_HANDLE, [number]))
+
+
 def operation_calls(program: Any) -> dict[str, int]:
     """Return the number of the call that each operation of a MIL program was translated from.
 
@@ -88,7 +98,7 @@ def operation_calls(program: Any) -> dict[str, int]:
         program: A ``mil.Program`` of one function.
 
     Returns:
-        Numbers by the operation's first output, for operations with a number.
+        Numbers by the operation's first output, for operations with a number, except constants.
     """
     from coremltools.converters.mil.mil.scope import ScopeSource
 
@@ -96,7 +106,8 @@ def operation_calls(program: Any) -> dict[str, int]:
     for function in program.functions.values():
         for operation in function.operations:
             handles: Any = operation.scopes.get(ScopeSource.EXIR_DEBUG_HANDLE) or (None,)
-            if handles[0] is not None and operation.outputs:
+            is_computed = operation.outputs and operation.op_type != "const"
+            if is_computed and handles[0] is not None:
                 calls[operation.outputs[0].name] = handles[0]
     return calls
 
@@ -124,7 +135,7 @@ def describe(
         for symbol, path, output, shape in _operations(spec)
         if translated.get(output) in calls
     ]
-    merged = _absorb_calls(calls, {number for *_, number, _ in operations})
+    merged = absorb_calls(calls, {number for *_, number, _ in operations})
     for symbol, path, number, shape in operations:
         paths[symbol] = path
         numbers[symbol] = merged[number]
@@ -245,7 +256,7 @@ def _shapes(value: Any) -> Iterator[tuple[int | None, ...]]:
         yield tuple(size if isinstance(size, int) else None for size in tensor.shape)
 
 
-def _absorb_calls(
+def absorb_calls(
     calls: Mapping[int, NumberedCall], present: Iterable[int]
 ) -> dict[int, tuple[int, ...]]:
     """Return the calls assigned to the operations of each call, its own number last.

@@ -150,6 +150,21 @@ def check_fields(options: Any) -> None:
         object.__setattr__(options, declared.name, value)
 
 
+def checked(kind: type[Any], name: str, value: Any) -> Any:
+    """Return a value in the form in which an option of a dataclass has it.
+
+    Args:
+        kind: The dataclass.
+        name: Name of the option's field.
+        value: The user's value.
+
+    Raises:
+        OptionError: The value is not accepted.
+    """
+    (declared,) = (option for option in options_of(kind) if option.name == name)
+    return declared.check(declared.keyword, value)
+
+
 def documented(options: Iterable[Option], *, by_name: bool = False) -> Callable[[_Object], _Object]:
     """Return a decorator that writes options, by keyword or by name, into a docstring."""
     texts = [f"{o.name if by_name else o.keyword}: {o.doc}" for o in options]

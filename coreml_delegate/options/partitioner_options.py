@@ -32,6 +32,10 @@ _MODULES = or_none(list_of("paths and classes of modules"))
 _PREDICATE = or_none(function("a node of the graph"))
 
 
+MIN_SQNR_DB = 40.0
+"""Default ratio of signal to error, in dB, that the outputs of a program in fp16 have to reach."""
+
+
 def _is_set(value: object) -> bool:
     return value is not None
 
@@ -150,7 +154,7 @@ class PartitionerKeywords:
         "``torch.export``.",
     )
     min_sqnr_db: float = option(
-        default=40.0,
+        default=MIN_SQNR_DB,
         check=number,
         doc='With ``compute_precision="auto"``, the ratio of signal to error in dB that every '
         "floating-point output has to reach; integers and booleans have to be equal.",

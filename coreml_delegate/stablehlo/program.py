@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError, near_matches
-from coreml_delegate.graph import Backend, Builder, Executable, TensorType, Value
-from coreml_delegate.graph.node import Node
+from coreml_delegate.graph import (
+    Backend,
+    Builder,
+    Dimension,
+    Executable,
+    TensorType,
+    Value,
+)
 from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.declaration import checked
+from coreml_delegate.options.partitioner_options import MIN_SQNR_DB, PartitionerKeywords
 from coreml_delegate.runtime import AUTO, EngineOptions
 from coreml_delegate.runtime.engines.base import State
+from coreml_delegate.runtime.precision import PrecisionReport
 from coreml_delegate.stablehlo.attributes import BFLOAT16
 from coreml_delegate.stablehlo.parse import mlir_module
 from coreml_delegate.stablehlo.reader import Reader, argument_names, result_names, with_location
@@ -86,13 +96,19 @@ class Program:
             InputError: A wrong number of arrays, a wrong shape or element type.
             ExecutionError: An op failed.
         """
-        inputs = [
-            np.asarray(array).astype(np.float32)
-            if n in self._bfloat16 and str(getattr(array, "dtype", "")) == "bfloat16"
-            else array
-            for n, array in enumerate(arrays)
-        ]
-        return self.executable.run(*inputs, state=state)
+        return self.executable.run(*_in_model_types(arrays, self._bfloat16), state=state)
+
+    @property
+    def precision(self) -> PrecisionReport | None:
+        """With precision ``auto``: which operations compute in fp32; see ``Executable``."""
+        return self.executable.precision
+
+    def measure_precision(
+        self, samples: Iterable[Sequence[Any]], min_sqnr_db: float = MIN_SQNR_DB
+    ) -> PrecisionReport:
+        """Measure how exact the program is; see ``Executable.measure_precision``."""
+        inputs = [_in_model_types(sample, self._bfloat16) for sample in samples]
+        return self.executable.measure_precision(inputs, min_sqnr_db)
 
     def save(self, path: Path | str) -> None:
         """Write the model as an ``.mlpackage`` or ``.pte``; see ``Executable.save``."""
@@ -100,6 +116,16 @@ class Program:
 
     def __repr__(self) -> str:
         return f"<Program{self.executable.signature}>"
+
+
+def _in_model_types(arrays: Sequence[Any], bfloat16: Collection[int]) -> list[Any]:
+    """Convert bfloat16 arrays of the parameters at positions ``bfloat16`` to float32."""
+    return [
+        np.asarray(array).astype(np.float32)
+        if n in bfloat16 and str(getattr(array, "dtype", "")) == "bfloat16"
+        else array
+        for n, array in enumerate(arrays)
+    ]
 
 
 def compile(
@@ -113,6 +139,8 @@ def compile(
     precision: Any = Precision.FLOAT32,
     compute_units: Any = "ALL",
     options: EngineOptions | None = None,
+    precision_data: Collection[Sequence[Any]] | None = None,
+    min_sqnr_db: float = MIN_SQNR_DB,
 ) -> Program:
     """Compile a StableHLO program.
 
@@ -132,51 +160,50 @@ def compile(
         precision: Floating-point type for values of float32; see ``graph.Backend``.
         compute_units: Where a device may run the program: a ``ct.ComputeUnit``, or its name.
         options: Options of the engine.
+        precision_data: With precision ``auto``, the inputs to measure with: a list of samples, each
+            a tuple of the arrays of a call, see ``Program.run``.
+        min_sqnr_db: See ``graph.Builder.compile``.
 
     Raises:
+        InputError: A sample of ``precision_data`` does not fit the program.
         LoweringError: ``source`` is not StableHLO, or Core ML cannot express it; names the
             operation and its location in the source.
         OptionError: An option that is not accepted.
         OSError: The file cannot be read.
     """
-    if bfloat16 not in _BFLOAT16:
-        raise OptionError(
-            "unknown way to read bfloat16", got=repr(bfloat16), expected=" | ".join(_BFLOAT16)
-        )
     backend = Backend(
         engine, target=target, precision=precision, compute_units=compute_units, options=options
     )
-    module = mlir_module(source)
-    builder = backend.builder()
-    reader = Reader(module, builder, bfloat16_as_float32=bfloat16 == "float32")
-    arguments = _parameters(reader, builder, dimensions or {})
-    results = reader.read(arguments)
-    result_by_state = _states(states or {}, builder, results)
-    names = result_names(reader.main, len(results), list(builder.parameters))
-    outputs = {
-        name: value
-        for n, (name, value) in enumerate(zip(names, results, strict=True))
-        if n not in result_by_state.values()
-    }
-    try:
-        executable = builder.compile(
-            outputs, states={value: results[n] for value, n in result_by_state.items()}
-        )
-    except CoreMLDelegateError as error:
-        where = _source_of(error, reader)
-        if where is None:
-            raise
-        name, _, location = where.partition(" at ")
-        raise with_location(error, name, location) from error
-    for what in reader.narrowed:
-        logger.info("%s", what)
-    inputs = [
-        type
-        for type, value in zip(_types(reader), arguments, strict=True)
-        if value not in result_by_state
+    samples = checked(PartitionerKeywords, "precision_data", precision_data)
+    read = _read(source, backend, states or {}, dimensions or {}, bfloat16)
+    bfloat16_inputs = [
+        n for n, (_, type) in enumerate(read.inputs) if str(type.element_type) == BFLOAT16
     ]
-    bfloat16_inputs = [n for n, type in enumerate(inputs) if str(type.element_type) == BFLOAT16]
-    return Program(executable, list(reader.narrowed), bfloat16_inputs)
+    executable = read.builder.compile(
+        read.outputs,
+        states={value: read.results[n] for value, n in read.result_by_state.items()},
+        precision_data=samples and [_in_model_types(s, bfloat16_inputs) for s in samples],
+        min_sqnr_db=min_sqnr_db,
+    )
+    for what in read.reader.narrowed:
+        logger.info("%s", what)
+    return Program(executable, list(read.reader.narrowed), bfloat16_inputs)
+
+
+def input_types(
+    source: Any,
+    *,
+    states: Mapping[int | str, int] | None = None,
+    dimensions: Mapping[str, Range] | None = None,
+) -> tuple[dict[str, TensorType], dict[str, Dimension]]:
+    """Return the types of a program's inputs by name, and its symbolic sizes, without compiling it.
+
+    For the arguments and errors see ``compile``.
+    """
+    read = _read(source, Backend(), states or {}, dimensions or {}, _BFLOAT16[0])
+    names = {value: name for name, value in read.builder.parameters.items()}
+    types = {names[value]: value.type for value, _ in read.inputs}
+    return types, dict(read.builder.dimensions)
 
 
 def convert(source: Any, path: Path | str, **options: Any) -> Program:
@@ -201,6 +228,57 @@ def convert(source: Any, path: Path | str, **options: Any) -> Program:
     return program
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadProgram:
+    """A program, read into a graph.
+
+    Attributes:
+        builder: Has the graph.
+        reader: Has read it.
+        arguments: The arguments of ``main``.
+        results: The results of ``main``.
+        result_by_state: Position of the result that replaces each argument that is a state.
+    """
+
+    builder: Builder
+    reader: Reader
+    arguments: Sequence[Value]
+    results: Sequence[Value]
+    result_by_state: Mapping[Value, int]
+
+    @property
+    def inputs(self) -> list[tuple[Value, Any]]:
+        """The arguments that are no states, each with its type in MLIR."""
+        pairs = zip(self.arguments, _types(self.reader), strict=True)
+        return [(value, type) for value, type in pairs if value not in self.result_by_state]
+
+    @property
+    def outputs(self) -> dict[str, Value]:
+        """The results that replace no state, by name."""
+        names = result_names(self.reader.main, len(self.results), list(self.builder.parameters))
+        replacing = set(self.result_by_state.values())
+        pairs = enumerate(zip(names, self.results, strict=True))
+        return {name: value for n, (name, value) in pairs if n not in replacing}
+
+
+def _read(
+    source: Any,
+    backend: Backend,
+    states: Mapping[int | str, int],
+    dimensions: Mapping[str, Range],
+    bfloat16: str,
+) -> _ReadProgram:
+    if bfloat16 not in _BFLOAT16:
+        raise OptionError(
+            "unknown way to read bfloat16", got=repr(bfloat16), expected=" | ".join(_BFLOAT16)
+        )
+    builder = backend.builder()
+    reader = Reader(mlir_module(source), builder, bfloat16_as_float32=bfloat16 == "float32")
+    arguments = _parameters(reader, builder, dimensions)
+    results = reader.read(arguments)
+    return _ReadProgram(builder, reader, arguments, results, _states(states, builder, results))
+
+
 def _types(reader: Reader) -> list[Any]:
     """Return MLIR's types of the arguments of ``main``."""
     return [argument.type for argument in reader.main.regions[0].blocks[0].arguments]
@@ -218,6 +296,7 @@ def _parameters(reader: Reader, builder: Builder, dimensions: Mapping[str, Range
             raise with_location(error, f"argument {name!r}", "") from error
         reader.narrow(f"argument {name!r}", dtype)
         values.append(builder.parameter(name, dtype, shape))
+        values[-1].node.place = ""
     return values
 
 
@@ -249,9 +328,3 @@ def _states(
         value = named[argument] if isinstance(argument, str) else parameters[argument][1]
         result_by_state[value] = result
     return result_by_state
-
-
-def _source_of(error: CoreMLDelegateError, reader: Reader) -> str | None:
-    """Return the source operation of the node that failed in the composition, or None."""
-    node = getattr(error, "node", None)
-    return reader.location(node) if isinstance(node, Node) else None

@@ -22,7 +22,6 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.graph import Builder, DType, Value
 from coreml_delegate.graph.builder import is_feature_name
-from coreml_delegate.graph.node import Node
 from coreml_delegate.stablehlo import sizes
 from coreml_delegate.stablehlo.attributes import (
     argument_name,
@@ -89,7 +88,6 @@ class Reader:
         self._calls: list[str] = []
         self._count = 0
         self._resources: Mapping[str, bytes] | None = None
-        self._locations: dict[int, tuple[Node, str]] = {}
 
     @property
     def main(self) -> Mlir:
@@ -165,11 +163,6 @@ class Reader:
             storage = np.dtype(dtype.storage_numpy).name
             self.narrowed[f"{what}: {dtype.label} computed in {storage}"] = None
 
-    def location(self, node: Node) -> str | None:
-        """Return the source operation, and its location, of a node of the graph, or None."""
-        entry = self._locations.get(id(node))
-        return entry[1] if entry else None
-
     def _computed_sizes(
         self, name: str, function: Mlir, operands: Sequence[Operand]
     ) -> list[Operand] | None:
@@ -235,8 +228,9 @@ class Reader:
     def _note(self, op: Mlir, first: int, results: Sequence[Operand]) -> None:
         nodes = self.builder.scope.nodes[first:]
         if nodes:
-            where = f"{op.name} at {describe_location(op.location) or 'an unknown place'}"
-            self._locations.update((id(node), (node, where)) for node in nodes)
+            location = describe_location(op.location)
+            for node in nodes:
+                node.place = f"{location} ({op.name})" if location else op.name
         if op.name in _WIDENS:
             for result in results:
                 if isinstance(result, Value) and result.dtype in _WIDE:

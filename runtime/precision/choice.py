@@ -42,6 +42,11 @@ class LoweredProgram:
     measure: Measure
     calls: Mapping[int, Sequence[Call]]
 
+    def report(self, min_sqnr_db: float) -> PrecisionReport:
+        """Measure the program, and search for the calls that need fp32."""
+        measurement = self.measure(min_sqnr_db=min_sqnr_db)
+        return PrecisionReport.of(measurement, self.calls, target_db=min_sqnr_db)
+
 
 Lower: TypeAlias = Callable[[frozenset[str]], LoweredProgram]
 """Lowers a program in fp16, with the named calls in fp32."""
@@ -77,7 +82,9 @@ def _choose(lower: Lower, min_sqnr_db: float) -> PrecisionReport:
         measurement = plain.measure(min_sqnr_db=goal)
         report = PrecisionReport.of(measurement, plain.calls, target_db=min_sqnr_db)
         if not report.in_fp32:
-            return report if not reports else max(reports, key=_after_db)
+            # Without names, the islands cannot be lowered.
+            report = report.in_fp16() if report.islands else report
+            return max(reports, key=_after_db, default=report)
         after = lower(report.in_fp32).measure(min_sqnr_db=goal, search=False).before_db
         report = PrecisionReport.of(measurement, plain.calls, target_db=min_sqnr_db, after_db=after)
         reports.append(report)

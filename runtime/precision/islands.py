@@ -140,21 +140,23 @@ def measure_model(
     model: Model,
     samples: Sequence[Sample],
     *,
+    handles: Mapping[str, Sequence[int]] | None = None,
     min_sqnr_db: float,
     search: bool = True,
 ) -> PrecisionMeasurement:
     """Measure a Core ML model that computes in fp16.
 
     Args:
-        model: The model. Its islands have no debug handles.
+        model: The model, on the reference engine.
         samples: Arrays or tensors in the order of the model's inputs.
+        handles: Debug handles of the calls that an operation computes, by its first output.
         min_sqnr_db: See ``measure_method``.
         search: See ``measure_method``.
 
     Raises:
         CoreMLDelegateError: See ``measure_method``.
     """
-    return _measure(SingleModel(model), samples, min_sqnr_db, search=search)
+    return _measure(SingleModel(model, handles or {}), samples, min_sqnr_db, search=search)
 
 
 def _measure(

@@ -310,26 +310,24 @@ class MeasuredDelegate:
     Args:
         model: The model, on the reference engine.
         names: Names of the inputs and outputs, in the order of calls.
-        info: Debug info of its blob, or None.
+        handles: Debug handles of the calls of each op, by index of the op.
 
     Attributes:
         function: The function as the program has it.
-        handles: Debug handles of the calls of each op, by index of the op.
+        handles: See above.
     """
 
     native = None
 
-    def __init__(self, model: Model, names: MethodMetadata, info: DebugInfo | None) -> None:
+    def __init__(
+        self, model: Model, names: MethodMetadata, handles: Mapping[int, Sequence[int]]
+    ) -> None:
         self._model = model
         self._names = names
         self._current = CoreMLDelegate(model, names, 0)
         self._listener: Listener | None = None
         self.function = model.function
-        self.handles: Mapping[int, Sequence[int]] = {
-            index: info.handles.get(symbol, ())
-            for index, symbol in debug_symbols(model.function, info).items()
-            if info is not None
-        }
+        self.handles = handles
 
     @property
     def input_count(self) -> int:
@@ -382,7 +380,8 @@ class Method:
             files, metadata = blob_files(blob)
             model = Model.from_files(files, function_name=function, engine=REFERENCE.name)
             names = metadata.method(payload.method_name)
-            delegates.append(MeasuredDelegate(model, names, debug_info_in(unflatten(blob))))
+            info = debug_info_in(unflatten(blob))
+            delegates.append(MeasuredDelegate(model, names, _handles(model.function, info)))
             return delegates[-1]
 
         self._program = PythonProgram(source, load, data=data)
@@ -397,13 +396,31 @@ class Method:
         return self._program.run(self._name, list(sample))
 
 
-class SingleModel:
-    """A Core ML model without a ``.pte``."""
+def _handles(function: Function, info: DebugInfo | None) -> dict[int, Sequence[int]]:
+    """Return the debug handles of each op of a function, by index of the op."""
+    if info is None:
+        return {}
+    symbols = debug_symbols(function, info)
+    return {index: info.handles.get(symbol, ()) for index, symbol in symbols.items()}
 
-    def __init__(self, model: Model) -> None:
+
+class SingleModel:
+    """A Core ML model without a ``.pte``.
+
+    Args:
+        model: The model.
+        handles: Debug handles of the calls of each op, by its first output.
+    """
+
+    def __init__(self, model: Model, handles: Mapping[str, Sequence[int]]) -> None:
         names = MethodMetadata(model.input_names, model.output_names)
+        by_index = {
+            index: handles.get(op.outputs[0].name, ())
+            for index, op in enumerate(model.function.block.ops)
+            if op.outputs
+        }
         self.delegates: Sequence[MeasuredDelegate] = [
-            MeasuredDelegate(model.with_function(model.function), names, None)
+            MeasuredDelegate(model.with_function(model.function), names, by_index)
         ]
         self.output_names: Sequence[str] = model.output_names
 

@@ -172,13 +172,17 @@ def _models(args: argparse.Namespace) -> ProgramModels:
 
 def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
     """Run the program on the user's data, every value in fp16 and in fp32."""
-    from coreml_delegate.scripts.program_arguments import bundled_cases, load_to_diagnose
+    from coreml_delegate.scripts.program_arguments import (
+        bundled_cases,
+        calibration_samples,
+        load_to_diagnose,
+    )
 
     samples: list[tuple[str | None, list[Any]]] = []
     path: Path = args.program
     if args.calibration is not None:
         program = load_to_diagnose(path, args.method)
-        samples = [(args.method, inputs) for inputs in _samples(args, program.inputs)]
+        samples = [(args.method, inputs) for inputs in calibration_samples(args, program.inputs)]
     elif path.suffix == BUNDLE_SUFFIX:
         samples = [(case.method, list(case.inputs)) for case in bundled_cases(path, args.method)]
     elif args.method is not None:
@@ -190,21 +194,6 @@ def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
             program = load_to_diagnose(path, method)
             diagnoses += program.diagnose(inputs)
     return diagnoses
-
-
-def _samples(args: argparse.Namespace, ports: Sequence[Any]) -> list[list[Any]]:
-    import torch
-
-    from coreml_delegate.exported.source_model import SourceModel
-
-    examples = {
-        port.name: torch.empty(port.shape, dtype=port.dtype) if port.is_tensor else port.fixed
-        for port in ports
-    }
-    like = SourceModel(module=lambda **inputs: inputs, args=(), kwargs=examples, exported=None)
-    return quantization_options.read_samples(
-        args, like, ports[0].image if len(ports) == 1 else None
-    )
 
 
 def _plans(

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.compile_options import CompileOptions
-from coreml_delegate.scripts import arguments, console, interruption
+from coreml_delegate.options.compile_options import CompileOptions, Precision
+from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.scripts import (
+    arguments,
+    console,
+    interruption,
+    precision_measuring,
+    quantization_options,
+)
 from coreml_delegate.scripts.commands import Command, add_path
 
 _SUFFIXES = (".mlpackage", ".pte")
@@ -35,6 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, CompileOptions, ("compute_unit", "precision", "deployment_target")
     )
     parser.set_defaults(precision="float32")
+    arguments.add_inputs(parser, default="nothing is measured")
+    quantization_options.add_calibration(
+        parser,
+        "data to measure with, in place of --input: a folder of images or arrays, FILE.npz or "
+        "MODULE:FACTORY",
+    )
+    arguments.add_options(parser, PartitionerKeywords, ("min_sqnr_db",))
+    precision_measuring.add_no_verify(parser)
     parser.add_argument(
         "--state",
         type=_state,
@@ -59,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError(
             "no such StableHLO file", got=str(args.source), expected=".mlir, .stablehlo or .jax"
         )
+    samples = _samples(args)
     with console.step(f"Converting {args.source}"):
         program = stablehlo.compile(
             args.source,
@@ -66,7 +83,15 @@ def run(args: argparse.Namespace) -> int:
             precision=args.precision,
             compute_units=args.compute_unit,
             states=dict(args.state),
+            precision_data=samples if args.precision is Precision.AUTO else None,
+            min_sqnr_db=args.min_sqnr,
         )
+    report = program.precision
+    if report is not None and not args.force:
+        report.require()
+    if report is None and samples is not None and not args.no_verify:
+        measure = partial(program.measure_precision, samples)
+        report = precision_measuring.measured(measure, args.min_sqnr)
     interruption.check()
     program.save(output)
     summary: dict[str, Any] = {
@@ -75,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         "outputs": {name: str(type) for name, type in program.outputs.items()},
         "states": {name: str(type) for name, type in program.executable.states.items()},
         "narrowed": list(program.narrowed),
+        "precision": None if report is None else report.to_dict(),
     }
     if args.json:
         console.write_json(summary)
@@ -86,7 +112,48 @@ def run(args: argparse.Namespace) -> int:
             console.write(f"{kind}: {listed}")
     if summary["narrowed"]:
         console.write(f"narrowed to 32 bits: {', '.join(summary['narrowed'])}")
+    for line in () if report is None else report.lines():
+        console.write(line)
     return 0
+
+
+def _samples(args: argparse.Namespace) -> list[list[Any]] | None:
+    """Read the inputs to measure with; None if there are none.
+
+    Raises:
+        OptionError: The inputs are missing, not needed, given twice, or cannot be read.
+    """
+    measures = args.precision is not Precision.FLOAT32
+    is_given = bool(args.input) or args.calibration is not None
+    if is_given and not measures:
+        raise OptionError(
+            "there is nothing to measure",
+            got=f"--precision {args.precision.value}",
+            remedy="Pass --precision auto or float16, or leave --input and --calibration out",
+        )
+    if args.input and args.calibration is not None:
+        raise OptionError("--input and --calibration exclude each other", remedy="Pass one of them")
+    if not is_given:
+        if args.precision is Precision.AUTO:
+            raise OptionError(
+                "precision auto measures a program on example inputs",
+                got="no example inputs",
+                remedy="Pass --input or --calibration, or choose float16 or float32",
+            )
+        return None
+    from coreml_delegate.scripts.inputs.input_files import read_inputs
+    from coreml_delegate.scripts.program_arguments import calibration_samples
+    from coreml_delegate.scripts.stablehlo_files import input_of
+    from coreml_delegate.stablehlo.program import input_types
+
+    types, dimensions = input_types(args.source, states=dict(args.state))
+    inputs = [input_of(name, type, dimensions) for name, type in types.items()]
+    samples = (
+        calibration_samples(args, inputs)
+        if args.calibration is not None
+        else [read_inputs(args.input, inputs)]
+    )
+    return [[tensor.numpy() for tensor in sample] for sample in samples]
 
 
 def _state(text: str) -> tuple[str | int, int]:

@@ -133,16 +133,12 @@ def _measured(
 ) -> DelegationReport:
     """Measure a program in fp16 on samples; warn if its outputs miss the target."""
     from coreml_delegate.partition.precision import calls_by_handle
-    from coreml_delegate.runtime.precision import PrecisionReport, measure_method
+    from coreml_delegate.runtime.precision import LoweredProgram, measure_method
 
     if not report.partitions:
         return report
-
-    def measure() -> PrecisionReport:
-        measurement = measure_method(program, samples, min_sqnr_db=min_sqnr_db)
-        return PrecisionReport.of(measurement, calls_by_handle(report), target_db=min_sqnr_db)
-
-    return replace(report, precision=precision_measuring.measured(measure))
+    lowered = LoweredProgram(partial(measure_method, program, samples), calls_by_handle(report))
+    return replace(report, precision=precision_measuring.measured(lowered.report, min_sqnr_db))
 
 
 def _write(

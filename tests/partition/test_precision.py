@@ -203,16 +203,6 @@ def test_islands_for_a_higher_target_are_minimal_only_if_the_own_target_needs_th
         assert bool(result.lossy) is is_minimal
 
 
-@pytest.mark.usefixtures("_here")
-def test_stablehlo_has_no_example_inputs(capsys: pytest.CaptureFixture[str]) -> None:
-    function = "func.func public @main(%a: tensor<3xf32>) -> tensor<3xf32>"
-    text = f"{function} {{\n  return %a : tensor<3xf32>\n}}"
-    Path("same.mlir").write_text(text)
-    assert main(["convert", "same.mlir", "-o", "same.mlpackage", "--precision", "auto"]) == 1
-    assert "precision auto needs example inputs" in capsys.readouterr().err
-    assert not Path("same.mlpackage").exists()
-
-
 def test_the_error_of_a_missed_target_names_the_operations() -> None:
     lowered, _, _ = _lowered()
     report = replace(lowered.report, precision=_precision(lowered).in_fp16())

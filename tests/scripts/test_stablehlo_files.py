@@ -162,3 +162,118 @@ def test_an_input_becomes_a_state(run_main: Run, tmp_path: Path) -> None:
     summary = json.loads(converted.stdout)
     assert list(summary["states"]) == ["total"]
     assert list(summary["inputs"]) == ["x"]
+
+
+# precision
+
+
+@pytest.fixture
+def lossy(tmp_path: Path) -> Path:
+    """A folder with a program whose sum overflows in fp16, and an input as arrays by name."""
+
+    def score(x, n):
+        return jax.numpy.log((jax.numpy.exp(x) * 5000).sum(-1)), n + 1
+
+    specs = jax.ShapeDtypeStruct((2, 16), np.float32), jax.ShapeDtypeStruct((3,), np.int32)
+    exported = jax.export.export(jax.jit(score))(*specs)
+    (tmp_path / "score.jax").write_bytes(exported.serialize())
+    x = np.linspace(-2, 2, 32, dtype=np.float32).reshape(2, 16)
+    np.savez(tmp_path / "in.npz", x=x, n=np.arange(3, dtype=np.int32))
+    return tmp_path
+
+
+@pytest.mark.parametrize("option", ["--input", "--calibration"])
+@pytest.mark.parametrize("suffix", [".mlpackage", ".pte"])
+def test_convert_keeps_in_fp32_what_the_inputs_need(
+    run_main: Run, lossy: Path, option: str, suffix: str
+) -> None:
+    source, target = lossy / "score.jax", lossy / f"score{suffix}"
+    command = ("convert", source, "-o", target, "--precision", "auto", option, lossy / "in.npz")
+    converted = run_main(*command, "--json")
+    assert (converted.code, converted.stderr) == (0, "")
+    precision = json.loads(converted.stdout)["precision"]
+    assert precision["before_db"] == "-inf"
+    assert precision["is_reached"]
+    assert {call["operation"] for call in precision["islands"]} == {"reduce_sum", "log"}
+    for engine in ("reference", "openvino"):
+        verified = run_main(
+            *("verify", source, target, "--engine", engine, "--min-sqnr", "40"),
+            *("--data", lossy / "in.npz"),
+        )
+        assert verified.code == 0, verified.stderr
+
+
+def test_convert_prints_the_operations_in_fp32_with_their_places(
+    run_main: Run, lossy: Path
+) -> None:
+    target = lossy / "score.mlpackage"
+    command = ("convert", lossy / "score.jax", "-o", target, "--precision", "auto")
+    converted = run_main(*command, "--input", lossy / "in.npz")
+    assert "with 2 operation(s) in fp32" in converted.stdout
+    assert "(stablehlo.reduce)" in converted.stdout
+
+
+def test_convert_in_fp16_warns_of_what_the_inputs_lose(run_main: Run, lossy: Path) -> None:
+    command = ("convert", lossy / "score.jax", "--precision", "float16", "-o")
+    data = ("--input", lossy / "in.npz", "--json")
+    warned = run_main(*command, lossy / "a.mlpackage", *data)
+    assert warned.code == 0
+    assert "-inf dB on the example inputs; --precision auto keeps 2 operations" in warned.stderr
+    precision = json.loads(warned.stdout)["precision"]
+    assert precision["islands"] == []
+    assert {call["operation"] for call in precision["lossy"]} == {"reduce_sum", "log"}
+    silent = run_main(*command, lossy / "b.mlpackage", *data, "--no-verify")
+    assert (silent.code, silent.stderr) == (0, "")
+    assert json.loads(silent.stdout)["precision"] is None
+    unmeasured = run_main(*command, lossy / "c.mlpackage", "--json")
+    assert json.loads(unmeasured.stdout)["precision"] is None
+
+
+def test_convert_writes_nothing_below_the_target(run_main: Run, tmp_path: Path) -> None:
+    def squares(x):  # the operations of a loop stay in fp16
+        return jax.lax.fori_loop(0, 3, lambda _, y: y * y * 1e-3, x * 1000)
+
+    exported = jax.export.export(jax.jit(squares))(jax.ShapeDtypeStruct((4,), np.float32))
+    (tmp_path / "squares.jax").write_bytes(exported.serialize())
+    np.save(tmp_path / "x.npy", np.float32([0.5, 1, 1.5, 2]))
+    target = tmp_path / "squares.pte"
+    command = ("convert", tmp_path / "squares.jax", "-o", target, "--precision", "auto")
+    missed = run_main(*command, "--input", tmp_path / "x.npy")
+    assert missed.code == 1
+    assert "expected at least 40 dB" in missed.stderr
+    assert not target.exists()
+    forced = run_main(*command, "--input", tmp_path / "x.npy", "--force")
+    assert forced.code == 0
+    assert target.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--precision", "auto"), "got no example inputs. Pass --input or --calibration"),
+        (("--input", "in.npz"), "there is nothing to measure: got --precision float32"),
+        (
+            ("--precision", "auto", "--input", "in.npz", "--calibration", "in.npz"),
+            "--input and --calibration exclude each other",
+        ),
+        (("--precision", "auto", "--input", "none.npz"), "no such input file"),
+        (("--precision", "auto", "--calibration", "none.npz"), "no such calibration file"),
+        (("--precision", "auto", "--calibration", "few.npz"), "as many tensors as the model has"),
+        (("--precision", "auto", "--input", "few.npz"), "the files hold too few inputs"),
+    ],
+)
+def test_wrong_inputs_of_convert_are_one_line(
+    run_main: Run,
+    lossy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    np.savez(lossy / "few.npz", x=np.zeros((2, 16), np.float32))
+    monkeypatch.chdir(lossy)
+    before = sorted(lossy.iterdir())
+    refused = run_main("convert", "score.jax", "-o", "score.pte", *options)
+    assert refused.code == 1
+    assert message in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert sorted(lossy.iterdir()) == before

@@ -9,16 +9,17 @@ import torch
 from torch.export import ExportedProgram
 
 from coreml_delegate.errors import InputError, OptionError
-from coreml_delegate.partition.report import DelegationReport, NodeReport
+from coreml_delegate.partition.report import DelegationReport
 from coreml_delegate.patches.torch import pytree
+from coreml_delegate.runtime.precision import Call
 
 
-def calls_by_handle(report: DelegationReport) -> Mapping[int, list[NodeReport]]:
+def calls_by_handle(report: DelegationReport) -> Mapping[int, list[Call]]:
     """Return the delegated calls of a report, by debug handle."""
-    by_handle: dict[int, list[NodeReport]] = {}
+    by_handle: dict[int, list[Call]] = {}
     for node in report.delegated:
         if node.debug_handle is not None:
-            by_handle.setdefault(node.debug_handle, []).append(node)
+            by_handle.setdefault(node.debug_handle, []).append(Call(node.name, node.place))
     return by_handle
 
 

@@ -47,7 +47,7 @@ def measured(
 
 
 def gain(report: PrecisionReport) -> str:
-    """Return what precision ``auto`` gains for a program that misses the target in fp16."""
+    """Describe the gain of precision ``auto`` for a program that misses the target in fp16."""
     if not report.is_reached:
         return f"{decibels(report.after_db)} with all operations in fp32"
     count = len(report.in_fp32)

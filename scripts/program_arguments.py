@@ -72,14 +72,19 @@ def load_for(args: argparse.Namespace, path: Path | None = None, **changes: Any)
     return load(args.program if path is None else path, **(options | changes))
 
 
-def load_to_diagnose(path: Path, method: str | None) -> LoadedProgram:
+def load_to_diagnose(path: Path, method: str | None, data: Sequence[Path] = ()) -> LoadedProgram:
     """Load a program on the engine that shows its values; of StableHLO, its Core ML model.
+
+    Args:
+        path: The program.
+        method: Its method, or None for the default.
+        data: External data of a ``.pte``.
 
     Raises:
         CoreMLDelegateError: See ``runtime.load``.
     """
     if not is_stablehlo(path):
-        return runtime.load(path, method=method, engine=REFERENCE.name)
+        return runtime.load(path, method=method, data=data or None, engine=REFERENCE.name)
     refuse_pte_options(path, method=method)
     model = compile_file(path, REFERENCE.name).executable.model
     return LoadedModel(model, path.stem, runtime.EngineOptions())

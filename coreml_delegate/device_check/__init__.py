@@ -14,6 +14,7 @@ from coreml_delegate.device_check.records import (
     Consequence,
     Evidence,
     Finding,
+    MeasuredProgram,
     Place,
     Rule,
     Source,
@@ -27,6 +28,7 @@ __all__ = [
     "CheckedModel",
     "Consequence",
     "Finding",
+    "MeasuredProgram",
     "Place",
     "Rule",
     "Source",
@@ -67,6 +69,7 @@ def rule_named(name: str) -> Rule:
 def check(
     models: Sequence[CheckedModel],
     diagnoses: Sequence[tuple[str, Diagnosis]] = (),
+    measurements: Sequence[MeasuredProgram] = (),
     *,
     ignore: Collection[str] = (),
 ) -> list[Finding]:
@@ -76,6 +79,7 @@ def check(
         models: The models without duplicates, each with all delegates that run it.
         diagnoses: Runs on the user's data, each with the name of its delegate; rules on values
             need them.
+        measurements: Accuracies on the user's data; ``fp16-accuracy`` needs them.
         ignore: Names of rules to leave out.
 
     Returns:
@@ -86,7 +90,7 @@ def check(
         OptionError: There is no rule of a name in ``ignore``.
     """
     ignored = {rule_named(name) for name in ignore}
-    everything = Evidence(tuple(models), tuple(diagnoses))
+    everything = Evidence(tuple(models), tuple(diagnoses), tuple(measurements))
     eligible = replace(
         everything,
         models=tuple(

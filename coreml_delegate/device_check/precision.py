@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from coreml_delegate.device_check import sources
 from coreml_delegate.device_check.functions import FunctionView, operands, tensors
@@ -16,10 +16,12 @@ from coreml_delegate.device_check.records import (
     each_function,
     view_details,
 )
+from coreml_delegate.formats.text import decibels
 from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.diagnosis import Fault, ValueReport
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, Ref
+from coreml_delegate.runtime.precision import Operation, PrecisionMeasurement
 
 LARGEST_FP16 = 65504.0
 """The largest finite number of fp16."""
@@ -27,7 +29,7 @@ LARGEST_FP16 = 65504.0
 HEADROOM = 0.5
 """The fraction of ``LARGEST_FP16`` from which a magnitude is a risk: doubled, it overflows."""
 
-_LISTED_OPS = 3  # in a remedy
+_LISTED_OPS = 3  # in a remedy or a place
 _CAST = "cast"
 _SUPPORTED = frozenset({DType.FP16, DType.INT8, DType.INT16, DType.UINT8, DType.UINT16})
 # Ops on states, which compute no value.
@@ -152,13 +154,65 @@ def _underflows(evidence: Evidence) -> Iterator[Details]:
     yield from _values(evidence, grade)
 
 
+def _inexact_outputs(evidence: Evidence) -> Iterator[Details]:
+    """Yield a finding for each method whose outputs miss the target on the user's data."""
+    views = _views(evidence)
+    for program in evidence.measurements:
+        measurement = program.measurement
+        if measurement.holds:
+            continue
+        operations = measurement.islands if measurement.is_reached else _lossiest(measurement)
+        numbers = {operation.delegate for operation in operations}
+        names = [name for n, name in enumerate(program.delegates) if not numbers or n in numbers]
+        name, ratio = min(measurement.before_db.items(), key=lambda item: item[1])
+        yield Details(
+            ", ".join(names),
+            None,
+            f"{decibels(ratio)} at output {name!r}, less than {measurement.target_db:g} dB",
+            tuple(_place_of_operation(views, program.delegates, o) for o in operations),
+            remedy=_gain(measurement),
+        )
+
+
+def _lossiest(measurement: PrecisionMeasurement) -> list[Operation]:
+    """Return the operations that lose most, in order of the program."""
+    by_loss = sorted(measurement.lossy, key=lambda operation: operation.sqnr_db)[:_LISTED_OPS]
+    return [operation for operation in measurement.lossy if operation in by_loss]
+
+
+def _gain(measurement: PrecisionMeasurement) -> str:
+    """Return the remedy for outputs that miss the target, with the ratio that it reaches."""
+    after = decibels(measurement.worst_after_db)
+    if not measurement.is_reached:
+        return f"Lower in fp32 (--precision float32); precision auto reaches {after} only"
+    count = len(measurement.islands)
+    operations = f"{count} operation{'s' if count > 1 else ''}"
+    return f"Lower with --precision auto, which keeps {operations} in fp32 and has {after}"
+
+
+def _place_of_operation(
+    views: Mapping[str, Sequence[FunctionView]], delegates: Sequence[str], operation: Operation
+) -> Place:
+    for view in views.get(delegates[operation.delegate], ()):
+        op = view.producers.get(operation.name)
+        if op is not None and op.type == operation.op_type:
+            return Place.of(view, op)
+    return Place(operation.op_type, operation.name)
+
+
+def _views(evidence: Evidence) -> dict[str, list[FunctionView]]:
+    """Return the functions of each delegate, by its name."""
+    views: dict[str, list[FunctionView]] = {}
+    for view in (view for model in evidence.models for view in model.views):
+        for name in view.delegate.split(", "):
+            views.setdefault(name, []).append(view)
+    return views
+
+
 def _values(evidence: Evidence, grade: Callable[[ValueReport], str | None]) -> Iterator[Details]:
     """Yield one finding per op: its worst value over all runs and loop iterations."""
     views = {
-        (name, view.function.name): view
-        for model in evidence.models
-        for view in model.views
-        for name in view.delegate.split(", ")
+        (name, view.function.name): view for name, own in _views(evidence).items() for view in own
     }
     worst: dict[tuple[str, str], tuple[ValueReport, str, str]] = {}
     for delegate, diagnosis in evidence.diagnoses:
@@ -233,6 +287,17 @@ RULES = (
         "constants",
         sources=(sources.AUTHORING_RULES,),
         examine=each_function(_other_types),
+    ),
+    Rule(
+        name="fp16-accuracy",
+        finds="outputs that fp16 computes less exactly on your data than --min-sqnr",
+        reason="The documented workflow compares a float 16 typed model with the source model on "
+        "example inputs, and converts it to float 32 if the accuracy is not sufficient.",
+        consequence=Consequence.LESS_EXACT,
+        remedy="Lower with --precision auto, which keeps in fp32 the operations that need it",
+        sources=(sources.TYPED_EXECUTION,),
+        examine=_inexact_outputs,
+        neural_engine=False,
     ),
     Rule(
         name="fp16-overflow",

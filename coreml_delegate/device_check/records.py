@@ -14,6 +14,7 @@ from coreml_delegate.quantization.weight_inventory import StoredWeight, weights_
 from coreml_delegate.runtime.diagnosis import Diagnosis
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Op, Program
+from coreml_delegate.runtime.precision import PrecisionMeasurement
 
 NEURAL_ENGINE = frozenset({None, ComputeUnit.ALL, ComputeUnit.CPU_AND_NE})
 """Compute units that may use the neural engine; an unknown compute unit may use it."""
@@ -113,15 +114,30 @@ class CheckedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredProgram:
+    """The accuracy of a method, or of a model, on the user's data.
+
+    Attributes:
+        delegates: Names of its Core ML delegates, in order.
+        measurement: The accuracy.
+    """
+
+    delegates: tuple[str, ...]
+    measurement: PrecisionMeasurement
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """The data that rules examine.
 
     Attributes:
         diagnoses: Runs on the user's data, each with the name of its delegate; may be empty.
+        measurements: The accuracy of methods on the user's data; may be empty.
     """
 
     models: tuple[CheckedModel, ...]
     diagnoses: tuple[tuple[str, Diagnosis], ...] = ()
+    measurements: tuple[MeasuredProgram, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

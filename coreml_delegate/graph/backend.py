@@ -26,7 +26,8 @@ class Backend(Settings):
         compute_units: Where a device may run them: a ``ct.ComputeUnit``, or its name.
         target: Deployment target, a ``ct.target`` or its name.
         precision: Floating-point type for values of float32: a ``ct.precision`` or ``"float16"`` or
-            ``"float32"``.
+            ``"float32"``; or ``"auto"`` for fp16, with the nodes in fp32 that need it on the
+            ``precision_data`` of ``Builder.compile``.
         options: Options of the engine.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -33,7 +34,7 @@ Self = TypeVar("Self", bound="Emitter")
 OPERATIONS: dict[str, OperationRecord] = {}
 """Every operation by name."""
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _COMPLEX = "Core ML has no complex numbers"
 _LINEAR_ALGEBRA = "Core ML has no decompositions or solvers of matrices"
 _TRAINING = "models are for inference; use batch_norm_inference"
@@ -189,7 +190,7 @@ class Emitter:
         several = not isinstance(types, TensorType)
         result_types = tuple(types) if not isinstance(types, TensorType) else (types,)
         node.results = tuple(Value(node, n, t, elements) for n, t in enumerate(result_types))
-        node.place = _calling_line()
+        node.source = _calling_line()
         self.scope.nodes.append(node)
         return node.results if several else node.results[0]
 

@@ -59,7 +59,7 @@ def _fuse(node: Node) -> Node:
         if pattern is not None:
             record = pattern.record or OPERATIONS[pattern.name]
             fused = Node(record, pattern.operands, pattern.attributes, {}, node.scope)
-            fused.results, fused.place = node.results, node.place
+            fused.results, fused.source = node.results, node.source
             return fused
     return node
 

@@ -21,6 +21,7 @@ from coreml_delegate.lowering.debug_handles import NumberedCall, absorb_calls
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
+from coreml_delegate.runtime.precision import Call
 from coreml_delegate.targets import Opset
 
 
@@ -49,19 +50,6 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphCall:
-    """A node of a graph, in a report.
-
-    Attributes:
-        name: Its unique name; of a parameter the name of the input.
-        place: See ``Node``.
-    """
-
-    name: str
-    place: str
-
-
-@dataclass(frozen=True, slots=True)
 class Package:
     """The mlpackage of a graph.
 
@@ -72,7 +60,7 @@ class Package:
     """
 
     files: Mapping[str, Bytes]
-    calls: Mapping[int, GraphCall]
+    calls: Mapping[int, Call]
     handles: Mapping[str, tuple[int, ...]]
 
 
@@ -106,9 +94,10 @@ def convert_graph(
     )
 
 
-def _call(number: int, node: Node) -> GraphCall:
+def _call(number: int, node: Node) -> Call:
+    """Return a node for a report; a parameter has the name of its input."""
     is_parameter = node.name == "parameter"
-    return GraphCall(node["name"] if is_parameter else f"{node.name}_{number}", node.place)
+    return Call(node["name"] if is_parameter else f"{node.name}_{number}", node.source)
 
 
 def _numbered_calls(nodes: Mapping[int, Node]) -> dict[int, NumberedCall]:

@@ -106,7 +106,7 @@ class Node:
         closures: Functions that it calls, by parameter name.
         scope: The scope that it is in.
         results: The values that it computes.
-        place: The operation or line in the user's source, as text; empty if unknown.
+        source: The line, or the operation, of the user's source, as text; empty if unknown.
     """
 
     record: OperationRecord
@@ -115,7 +115,7 @@ class Node:
     closures: Mapping[str, Closure]
     scope: Scope
     results: tuple[Value, ...] = field(init=False, default=())
-    place: str = field(init=False, default="")
+    source: str = field(init=False, default="")
 
     @property
     def name(self) -> str:

@@ -160,8 +160,8 @@ class PartitionerKeywords:
         "floating-point output has to reach; integers and booleans have to be equal.",
         argument=Argument(
             "--min-sqnr",
-            "ratio of signal to error that every output has to reach on the example inputs: with "
-            "--precision auto the goal, with float16 the least without a warning",
+            "ratio of signal to error that every output has to reach on the example inputs or the "
+            "data: the goal of --precision auto, and the least of float16 without a warning",
             "DB",
             float,
         ),

@@ -248,7 +248,7 @@ class _ReadProgram:
 
     @property
     def inputs(self) -> list[tuple[Value, Any]]:
-        """The arguments that are no states, each with its type in MLIR."""
+        """The arguments without the states, each with its type in MLIR."""
         pairs = zip(self.arguments, _types(self.reader), strict=True)
         return [(value, type) for value, type in pairs if value not in self.result_by_state]
 
@@ -296,7 +296,7 @@ def _parameters(reader: Reader, builder: Builder, dimensions: Mapping[str, Range
             raise with_location(error, f"argument {name!r}", "") from error
         reader.narrow(f"argument {name!r}", dtype)
         values.append(builder.parameter(name, dtype, shape))
-        values[-1].node.place = ""
+        values[-1].node.source = ""
     return values
 
 

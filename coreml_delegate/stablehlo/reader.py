@@ -230,7 +230,7 @@ class Reader:
         if nodes:
             location = describe_location(op.location)
             for node in nodes:
-                node.place = f"{location} ({op.name})" if location else op.name
+                node.source = f"{location} ({op.name})" if location else op.name
         if op.name in _WIDENS:
             for result in results:
                 if isinstance(result, Value) and result.dtype in _WIDE:

@@ -7,9 +7,10 @@ from coreml_delegate.runtime.precision.islands import (
     measure_method,
     measure_model,
 )
-from coreml_delegate.runtime.precision.report import LossyCall, PrecisionReport
+from coreml_delegate.runtime.precision.report import Call, LossyCall, PrecisionReport
 
 __all__ = [
+    "Call",
     "LossyCall",
     "LoweredProgram",
     "Operation",

@@ -51,6 +51,7 @@ class Operation:
         sqnr_db: Ratio of signal to error of the operation's value on operands from fp32, in dB.
         without_db: Ratio of the worst output if only this island computes in fp16, in dB; nan for
             other operations, and if the search ended before.
+        delegate: Number of the program's Core ML delegate that has it.
     """
 
     op_type: str
@@ -61,6 +62,7 @@ class Operation:
     fp32: float
     sqnr_db: float
     without_db: float
+    delegate: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,7 @@ def _operation(runs: Runs, losses: Sequence[Loss], unit: int, chosen: frozenset[
         loss.fp32,
         loss.sqnr_db,
         math.nan if without is None else worst(without),
+        record.delegate,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from coreml_delegate.errors import PrecisionError
 from coreml_delegate.formats.text import decibels
@@ -16,18 +16,17 @@ _LISTED = 5  # calls in a table if the target is missed
 _INDENT = " " * 4
 
 
-class Call(Protocol):
-    """A call of the user's program."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the user's program.
 
-    @property
-    def name(self) -> str:
-        """Its unique name."""
-        ...
+    Attributes:
+        name: Its unique name.
+        place: Its line or operation in the user's source, as text; empty if unknown.
+    """
 
-    @property
-    def place(self) -> str:
-        """Its place in the user's source, as text; empty if unknown."""
-        ...
+    name: str
+    place: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,19 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.errors import OptionError, ProgramError
+from coreml_delegate.errors import CoreMLDelegateError, OptionError, ProgramError
+from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_output, new_output
 from coreml_delegate.scripts.commands import Command, add_path
 from coreml_delegate.scripts.commands.trace_values import warn_of_rounded_constants
 
 if TYPE_CHECKING:
-    from coreml_delegate.device_check import Finding
+    from coreml_delegate.device_check import Finding, MeasuredProgram
     from coreml_delegate.device_check.compute_plan import ComparedOp
     from coreml_delegate.runtime import Diagnosis
     from coreml_delegate.scripts.device_findings import ProgramModels
@@ -32,6 +34,8 @@ CONSEQUENCES = (
     "newer-system",
 )
 _ANY = "any"
+_ACCURACY = "fp16-accuracy"
+"""The rule that needs a measurement."""
 
 _Content = Mapping[str, Any]
 _FORMS: Mapping[str, Callable[[str, _Content], str]] = {
@@ -69,9 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     quantization_options.add_calibration(
         parser,
-        "inputs to run, for the rules on overflow and underflow: a folder of images or arrays, "
-        "FILE.npz or MODULE:FACTORY; a .bpte has its own",
+        "inputs to run, for the rules on overflow, underflow and accuracy: a folder of images or "
+        "arrays, FILE.npz or MODULE:FACTORY; a .bpte has its own",
     )
+    arguments.add_options(parser, PartitionerKeywords, ("min_sqnr_db",))
     arguments.add_method(parser)
     parser.add_argument(
         "--compute-plan",
@@ -107,15 +112,18 @@ def run(args: argparse.Namespace) -> int:
         models = _models(args)
     for delegates, why in models.unreadable.items():
         console.warn(f"{delegates} is not checked: {why}")
-    diagnoses = _diagnoses(args)
+    samples = _samples(args)
+    diagnoses = _diagnoses(args, samples)
     warn_of_rounded_constants(diagnoses)
+    measurements = [] if _ACCURACY in args.ignore else _measurements(args, samples)
     with console.step("Checking"):
-        findings = check(models.checked, diagnoses, ignore=args.ignore)
+        findings = check(models.checked, diagnoses, measurements, ignore=args.ignore)
     content: dict[str, Any] = {
         "program": str(args.program),
         "delegates": [name for model in models.checked for name in model.name.split(", ")],
         "runs": len(diagnoses),
         "has_rounded_constants": any(d.has_rounded_constants for _, d in diagnoses),
+        "precision": [_precision_data(measured) for measured in measurements],
         "findings": [finding.as_dict() for finding in findings],
         "saved_bytes": device_findings.saved_bytes(findings),
     }
@@ -170,30 +178,81 @@ def _models(args: argparse.Namespace) -> ProgramModels:
     return models_of_pte(program, modules)
 
 
-def _diagnoses(args: argparse.Namespace) -> list[tuple[str, Diagnosis]]:
-    """Run the program on the user's data, every value in fp16 and in fp32."""
+def _samples(args: argparse.Namespace) -> list[tuple[str | None, list[Any]]]:
+    """Read the inputs of the user's data, each with the method that takes them."""
     from coreml_delegate.scripts.program_arguments import (
         bundled_cases,
         calibration_samples,
         load_to_diagnose,
     )
 
-    samples: list[tuple[str | None, list[Any]]] = []
     path: Path = args.program
     if args.calibration is not None:
-        program = load_to_diagnose(path, args.method)
-        samples = [(args.method, inputs) for inputs in calibration_samples(args, program.inputs)]
-    elif path.suffix == BUNDLE_SUFFIX:
-        samples = [(case.method, list(case.inputs)) for case in bundled_cases(path, args.method)]
-    elif args.method is not None:
+        program = load_to_diagnose(path, args.method, args.data)
+        return [(args.method, inputs) for inputs in calibration_samples(args, program.inputs)]
+    if path.suffix == BUNDLE_SUFFIX:
+        return [(case.method, list(case.inputs)) for case in bundled_cases(path, args.method)]
+    if args.method is not None:
         raise OptionError("--method needs --calibration", got=args.method)
+    return []
+
+
+def _diagnoses(
+    args: argparse.Namespace, samples: Sequence[tuple[str | None, list[Any]]]
+) -> list[tuple[str, Diagnosis]]:
+    """Run the program on the user's data, every value in fp16 and in fp32."""
+    from coreml_delegate.scripts.program_arguments import load_to_diagnose
+
     diagnoses: list[tuple[str, Diagnosis]] = []
     with console.progress(samples, "Running on the data") as tracked:
         for method, inputs in tracked:
             # Each sample starts from the program's initial state.
-            program = load_to_diagnose(path, method)
+            program = load_to_diagnose(args.program, method, args.data)
             diagnoses += program.diagnose(inputs)
     return diagnoses
+
+
+def _measurements(
+    args: argparse.Namespace, samples: Sequence[tuple[str | None, list[Any]]]
+) -> list[MeasuredProgram]:
+    """Measure the outputs on the user's data, and what precision ``auto`` would gain."""
+    by_method: dict[str | None, list[list[Any]]] = {}
+    for method, inputs in samples:
+        by_method.setdefault(method, []).append(inputs)
+    measurements: list[MeasuredProgram] = []
+    try:
+        with console.step("Measuring in fp16"):
+            for method, own in by_method.items():
+                measurements.append(_measurement(args, method, own))
+    except CoreMLDelegateError as error:
+        console.note(f"not measured, because the program does not run here: {error}")
+    return measurements
+
+
+def _measurement(
+    args: argparse.Namespace, method: str | None, samples: list[list[Any]]
+) -> MeasuredProgram:
+    from coreml_delegate.device_check import MeasuredProgram
+    from coreml_delegate.runtime import Model, load_mlpackage
+    from coreml_delegate.runtime.delegate import delegate_names
+    from coreml_delegate.runtime.engines.selection import REFERENCE
+    from coreml_delegate.runtime.loading import is_package
+    from coreml_delegate.runtime.precision import measure_method, measure_model
+    from coreml_delegate.scripts.delegates import open_pte
+
+    path: Path = args.program
+    if is_package(path):
+        model = load_mlpackage(path, function_name=method, engine=REFERENCE.name)
+        if not isinstance(model, Model):
+            raise ProgramError("a pipeline cannot be measured", got=str(path))
+        measured = measure_model(model, samples, min_sqnr_db=args.min_sqnr)
+        return MeasuredProgram((path.stem,), measured)
+    program = open_pte(path, args.data)
+    name = method or program.default_method
+    measured = measure_method(
+        path, samples, method=name, data=args.data or None, min_sqnr_db=args.min_sqnr
+    )
+    return MeasuredProgram(tuple(delegate_names(program.method(name)).values()), measured)
 
 
 def _plans(
@@ -210,6 +269,15 @@ def _plans(
             units = {use.compute_unit for use in entry.model.uses}
             planned = compute_plan(package, units.pop() if len(units) == 1 else None)
         yield entry.model.name, compare_plan(planned, findings, entry.model.name)
+
+
+def _precision_data(program: MeasuredProgram) -> dict[str, Any]:
+    measurement = program.measurement
+    return asdict(measurement) | {
+        "delegates": list(program.delegates),
+        "holds": measurement.holds,
+        "is_reached": measurement.is_reached,
+    }
 
 
 def _plan_data(plan: Sequence[ComparedOp]) -> list[dict[str, Any]]:

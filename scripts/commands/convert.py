@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _samples(args: argparse.Namespace) -> list[list[Any]] | None:
-    """Read the inputs to measure with; None if there are none.
+    """Read the inputs to measure with; None without the options that name them.
 
     Raises:
         OptionError: The inputs are missing, not needed, given twice, or cannot be read.

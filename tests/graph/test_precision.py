@@ -202,6 +202,20 @@ def test_a_closure_is_part_of_the_node_that_calls_it() -> None:
     assert {name.rpartition("_")[0] for name in executable.precision.in_fp32} == {"reduce", "log"}
 
 
+def test_nodes_that_become_one_operation_are_chosen_together() -> None:
+    def log_of_mean(b: Builder, x: Value) -> Value:
+        total = b.reduce_sum(b.multiply(x, b.constant(300.0)), (1,))
+        return b.log(b.multiply(total, b.constant(1 / 64)))
+
+    executable = _compiled(log_of_mean, LARGE)
+    want = np.log((LARGE.astype(np.float64) * 300).mean(1))
+    for engine in ENGINES:
+        assert _sqnr(executable, engine, want, LARGE) >= SQNR_FP16_GUARDED
+    assert executable.precision is not None
+    nodes = {call.operation: call.nodes for call in executable.precision.islands}
+    assert [name.rpartition("_")[0] for name in nodes["reduce_mean"]] == ["reduce_sum", "multiply"]
+
+
 def test_a_missed_target_is_a_warning_and_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
     b = _builder()
     x = b.parameter("x", "float32", SMALL.shape)

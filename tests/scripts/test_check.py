@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.command import MODELS, TINY, leftovers, tiny_pte
 from support.compute_plans import CPU, Mac
 from support.mil import Opset, builder_program, mb
@@ -167,6 +168,80 @@ def test_as_many_samples_as_asked_for(package, capsys):
     command = ["check", package, "--calibration", "x.npz", "--calibration-samples", "2", "--json"]
     assert main(command) == 0
     assert read(capsys)["runs"] == 2
+
+
+# accuracy on data
+
+
+@pytest.fixture(scope="module")
+def lossy(tmp_path_factory):
+    """A program whose sum overflows in fp16, lowered with and without ``auto``, and its input."""
+    folder = tmp_path_factory.mktemp("lossy")
+    torch.save(torch.linspace(-1, 1, 32).reshape(2, 16), folder / "x.pt")
+    command = ["export", f"{MODELS}:exponentials", "--no-verify", "--etrecord"]
+    command += [str(folder / "a.etrecord"), "--bundle", "1", "-o", str(folder / "plain.pte")]
+    assert main(command) == 0
+    command = ["export", f"{MODELS}:exponentials", "--precision", "auto"]
+    assert main([*command, "-o", str(folder / "auto.pte")]) == 0
+    return folder
+
+
+def accuracy_in(document: dict) -> list[dict]:
+    return [finding for finding in document["findings"] if finding["rule"] == "fp16-accuracy"]
+
+
+def test_accuracy_on_the_data_and_what_auto_gains(lossy, capsys):
+    options = ["--calibration", str(lossy / "x.pt"), "--etrecord", str(lossy / "a.etrecord")]
+    assert main(["check", str(lossy / "plain.pte"), *options, "--json"]) == 0
+    document = read(capsys)
+    (finding,) = accuracy_in(document)
+    assert finding["got"].startswith("-inf dB at output")
+    assert finding["delegate"] == "forward_0"
+    assert "reduce_sum" in {place["what"] for place in finding["places"]}
+    assert {place["module"] for place in finding["places"]} == {""}
+    assert re.search(r"--precision auto, which keeps \d operations in fp32", finding["remedy"])
+    (measured,) = document["precision"]
+    assert measured["delegates"] == ["forward_0"]
+    assert min(measured["before_db"].values(), key=float) == "-inf"
+    assert measured["is_reached"]
+    assert min(map(float, measured["after_db"].values())) >= 40
+
+
+def test_a_program_lowered_by_auto_has_the_accuracy(lossy, capsys):
+    data = ["--calibration", str(lossy / "x.pt"), "--json"]
+    assert main(["check", str(lossy / "auto.pte"), *data]) == 0
+    document = read(capsys)
+    assert accuracy_in(document) == []
+    (measured,) = document["precision"]
+    assert measured["holds"]
+    assert main(["check", str(lossy / "auto.pte"), *data, "--min-sqnr", "300"]) == 0
+    assert len(accuracy_in(read(capsys))) == 1
+
+
+def test_nothing_is_measured_without_data(lossy, capsys):
+    assert main(["check", str(lossy / "plain.pte"), "--json"]) == 0
+    document = read(capsys)
+    assert (document["precision"], accuracy_in(document)) == ([], [])
+
+
+def test_a_bundle_is_measured_on_its_own_inputs(lossy, capsys):
+    assert main(["check", str(lossy / "plain.bpte"), "--json"]) == 0
+    assert len(accuracy_in(read(capsys))) == 1
+    ignored = ["--ignore", "fp16-accuracy", "--json"]
+    assert main(["check", str(lossy / "plain.bpte"), *ignored]) == 0
+    document = read(capsys)
+    assert (document["precision"], accuracy_in(document)) == ([], [])
+
+
+def test_an_mlpackage_is_measured(lossy, capsys):
+    assert main(["extract", str(lossy / "plain.pte"), "-o", "models"]) == 0
+    capsys.readouterr()
+    np.savez("x.npz", np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16))
+    package = "models/forward_0.mlpackage"
+    assert main(["check", package, "--calibration", "x.npz", "--json"]) == 0
+    (finding,) = accuracy_in(read(capsys))
+    assert finding["delegate"] == "forward_0"
+    assert finding["places"][0]["location"].startswith("main op ")
 
 
 def test_reports_are_written_in_their_format(package, capsys):

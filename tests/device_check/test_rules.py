@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +20,6 @@ from coreml_delegate.device_check import (
     RULES,
     CheckedModel,
     Consequence,
-    MeasuredProgram,
     Use,
     check,
     rule_named,
@@ -33,7 +31,6 @@ from coreml_delegate.quantization.weight_inventory import weights_of
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, NamedType, Program, StateType, TensorType
 from coreml_delegate.runtime.mil.reader import read_mlpackage
-from coreml_delegate.runtime.precision import Operation, PrecisionMeasurement
 
 
 def tensor(*shape: int | None, dtype: DType = DType.FP16) -> TensorType:
@@ -305,7 +302,7 @@ CASES: dict[str, Case] = {
         "iOS17; iOS15 has all that it uses",
     ),
 }
-# Other evidence than a program alone: tested below.
+# Other evidence than a program alone: tested below, and in test_accuracy.py.
 OTHERS = {"unit-in-vain", "large-file", "fp16-accuracy", "fp16-overflow", "fp16-underflow"}
 
 
@@ -429,56 +426,6 @@ def test_islands_apart_are_findings_apart():
 
     found = findings(build(function, _MASKED, Opset.iOS17), "fp32-island")
     assert [f.details.got for f in found] == ["1 in fp32: exp 1"] * 2
-
-
-# --- accuracy on data -----------------------------------------------------------------------------
-
-_SUM = handmade.op("reduce_sum", "y", tensor(4, 64), x="x")
-
-
-def accuracy(before: float, after: float, islands: tuple[Operation, ...]) -> list[Any]:
-    """Findings in two delegates of a method, of which the second has the operation ``y``."""
-    lossy = tuple(replace(operation, without_db=math.nan) for operation in islands)
-    measurement = PrecisionMeasurement(
-        40.0,
-        {"mean": 90.0, "score": before},
-        {"mean": 90.0, "score": after},
-        islands if after >= 40 else (),
-        lossy,
-        True,
-        100,
-    )
-    names = ("forward_0", "forward_1")
-    models = [CheckedModel(program([_SUM]), (Use(name, "main"),)) for name in names]
-    measured = [MeasuredProgram(names, measurement)]
-    return [f for f in check(models, measurements=measured) if f.rule.name == "fp16-accuracy"]
-
-
-_LOST = Operation("reduce_sum", "y", (), 10, math.inf, 7e4, -math.inf, -math.inf, delegate=1)
-
-
-def test_outputs_that_miss_the_target_are_found_with_what_auto_gains():
-    (finding,) = accuracy(-math.inf, 71.25, (_LOST,))
-    assert finding.details.got == "-inf dB at output 'score', less than 40 dB"
-    assert finding.details.delegate == "forward_1"
-    assert [str(place) for place in finding.details.places] == ["reduce_sum 'y' at main op 0"]
-    assert finding.remedy.endswith(
-        "--precision auto, which keeps 1 operation in fp32 and has 71.2 dB"
-    )
-
-
-def test_outputs_that_no_choice_restores_are_found_with_the_operations_that_lose_most():
-    (finding,) = accuracy(12.0, 33.0, (_LOST,))
-    assert finding.details.got.startswith("12.0 dB at output 'score'")
-    assert [place.name for place in finding.details.places] == ["y"]
-    assert "--precision float32" in finding.remedy
-    (finding,) = accuracy(12.0, 33.0, ())
-    assert finding.details.delegate == "forward_0, forward_1"
-    assert finding.details.places == ()
-
-
-def test_outputs_that_reach_the_target_are_no_finding():
-    assert accuracy(40.0, 40.0, ()) == []
 
 
 def test_a_few_padded_rows_are_nothing():

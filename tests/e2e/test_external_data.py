@@ -167,12 +167,19 @@ def test_models_of_delegates_outside(host: str, tmp_path: Path) -> None:
         runtime.load_program(pte, host=host).load_method("decode")
 
 
-def test_commands(files: tuple[Path, Path], capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands(
+    files: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pte, ptd = map(str, files)
     for host in HOSTS:
         assert main(["run", pte, "--data", ptd, "--host", host, "--repeat", "1", "--json"]) == 0
         assert json.loads(capfd.readouterr().out)["outputs"][0]["shape"] == [2, 3]
     assert main(["inspect", pte, "--data", ptd, "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["external_tensors"][0] == "first.weight"
+    torch.save(INPUTS, tmp_path / "inputs.pt")
+    data = ["--calibration", str(tmp_path / "inputs.pt")]
+    assert main(["check", pte, "--data", ptd, *data, "--json"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert (document["runs"], document["precision"][0]["holds"]) == (2, True)
     assert main(["run", pte]) == 1
     assert "keeps 4 tensor(s) outside the .pte" in capfd.readouterr().err

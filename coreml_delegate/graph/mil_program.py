@@ -95,32 +95,24 @@ def convert_graph(
 
 
 def _call(number: int, node: Node) -> Call:
-    """Return a node for a report; a parameter has the name of its input."""
-    is_parameter = node.name == "parameter"
-    return Call(node["name"] if is_parameter else f"{node.name}_{number}", node.source)
+    """Return a node for a report, named by its operation and number, or as an input."""
+    # No parameter has a name with this sign.
+    name = node["name"] if node.name == "parameter" else f"{node.name}#{number}"
+    return Call(name, node.source)
 
 
 def _numbered_calls(nodes: Mapping[int, Node]) -> dict[int, NumberedCall]:
     """Return the nodes that compute from others, by number."""
-    numbers = {node.results[0]: number for number, node in nodes.items()}
     computing = {number: node for number, node in nodes.items() if node.operands}
-    sources = {
-        number: [
-            numbers[first] for value in node.operands if (first := value.node.results[0]) in numbers
-        ]
-        for number, node in computing.items()
-    }
+    numbers = {node.results[0]: number for number, node in computing.items()}
     users: dict[int, list[int]] = {number: [] for number in computing}
-    for user, operands in sources.items():
-        for source in operands:
-            if source in users:
-                users[source].append(user)
-    return {
-        number: NumberedCall(
-            tuple(users[number]), tuple(s for s in sources[number] if s in users), ()
-        )
-        for number in computing
-    }
+    sources: dict[int, list[int]] = {number: [] for number in computing}
+    for number, node in computing.items():
+        for first in (value.node.results[0] for value in node.operands):
+            if first in numbers:
+                sources[number].append(numbers[first])
+                users[numbers[first]].append(number)
+    return {n: NumberedCall(tuple(users[n]), tuple(sources[n]), ()) for n in computing}
 
 
 def _program(graph: Graph, composer: Composer) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,7 +25,12 @@ from coreml_delegate.runtime.mil.mixed_precision import (
     mix_precision,
 )
 from coreml_delegate.runtime.mil.widening import widen_function
-from coreml_delegate.runtime.precision import measure_method, measure_model
+from coreml_delegate.runtime.precision import (
+    LoweredProgram,
+    choose_fp32_calls,
+    measure_method,
+    measure_model,
+)
 from coreml_delegate.runtime.precision.islands import _quick_xplain  # pyright: ignore[reportPrivateUsage]
 
 TARGET = SQNR_FP16_GUARDED
@@ -115,6 +121,14 @@ def test_no_smaller_set_of_operations_reaches_the_target(model: runtime.Model) -
         (output,) = _run(model, mix_precision(model.function, chosen)).values()
         error = np.square(output.astype(np.float64) - _overflow(X).numpy()).sum()
         assert not error < np.square(_overflow(X).numpy()).sum() * 10 ** (-TARGET / 10)
+
+
+def test_operations_without_a_name_are_not_reported_as_islands(model: runtime.Model) -> None:
+    program = LoweredProgram(partial(measure_model, model, [[X]]), {})
+    report = choose_fp32_calls(lambda _: program, TARGET)
+    assert report.islands == ()
+    assert not report.is_reached
+    assert "reduce_sum" in {call.operation for call in report.lossy}
 
 
 def test_a_program_that_holds_has_no_islands() -> None:

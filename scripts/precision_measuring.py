@@ -42,11 +42,11 @@ def measured(
         console.note(f"not measured, because the program does not run here: {error}")
         return None
     if not report.before_db >= report.target_db:
-        console.warn(f"{decibels(report.before_db)} on the example inputs; {gain(report)}")
+        console.warn(f"{decibels(report.before_db)} on the example inputs; {_gain(report)}")
     return report.in_fp16()
 
 
-def gain(report: PrecisionReport) -> str:
+def _gain(report: PrecisionReport) -> str:
     """Describe the gain of precision ``auto`` for a program that misses the target in fp16."""
     if not report.is_reached:
         return f"{decibels(report.after_db)} with all operations in fp32"

@@ -21,7 +21,12 @@ from coreml_delegate.runtime.engines.input_shapes import InputShapes, check_shap
 from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.reference import REFERENCE, ReferenceFunction
 from coreml_delegate.runtime.engines.reference.interpreter import Listener
-from coreml_delegate.runtime.engines.selection import AUTO, ENGINES, compile_function
+from coreml_delegate.runtime.engines.selection import (
+    AUTO,
+    ENGINES,
+    Selection,
+    compile_function,
+)
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
     Classifier,
@@ -48,6 +53,7 @@ class Model:
         options: How to execute.
         source: The bytes that ``program`` was read from. With them, the compiled function is shared
             with other models that run it, and may be loaded from the cache. Core ML requires them.
+        selection: The function as it was compiled already; None to compile it.
 
     Attributes:
         program: The program.
@@ -76,11 +82,14 @@ class Model:
         engine: str | None = AUTO,
         options: EngineOptions | None = None,
         source: ProgramSource | None = None,
+        selection: Selection | None = None,
     ) -> None:
         self.program = program
         self.function = program.function(function_name)
         self._options = options or EngineOptions()
-        self._selection = compile_function(engine, self.function, self._options, source)
+        if selection is None:
+            selection = compile_function(engine, self.function, self._options, source)
+        self._selection = selection
         self.compiled = self._selection.compiled
         self.engine_name = self._selection.engine_name
         self.rejected_engines = self._selection.rejected_engines
@@ -291,13 +300,28 @@ class Model:
         """
         return self._with_function(function, REFERENCE.name)
 
-    def _with_function(self, function: Function, engine: str) -> Model:
+    def with_variant(self, function: Function) -> Model:
+        """Return a model of the reference engine with a variant of the function.
+
+        Args:
+            function: A function of the same name; see ``ReferenceFunction.variant``.
+
+        Raises:
+            CoreMLDelegateError: See ``compile_function``.
+        """
+        selection = Selection(REFERENCE.name, self._reference.variant(function), {})
+        return self._with_function(function, REFERENCE.name, selection)
+
+    def _with_function(
+        self, function: Function, engine: str, selection: Selection | None = None
+    ) -> Model:
         functions = {**self.program.functions, function.name: function}
         return Model(
             replace(self.program, functions=functions),
             function_name=function.name,
             engine=engine,
             options=replace(self._options, profiling=False),
+            selection=selection,
         )
 
     def check_shapes(self, arrays: Mapping[str, Array]) -> None:

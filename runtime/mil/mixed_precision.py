@@ -7,8 +7,8 @@ chosen ops values stay in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import (
@@ -31,12 +31,12 @@ _WIDE, _NARROW = ":fp32", ":fp16"
 
 
 def in_fp32(name: str) -> str:
-    """Return the name of the fp32 value of an op that computes in fp32; see ``mix_precision``."""
+    """Return the name of the fp32 value of an op that computes in fp32; see ``MixedPrecision.mix``."""
     return name + _WIDE
 
 
 def in_fp16(name: str) -> str:
-    """Return the name of the value that ``compare_precisions`` computes in fp16."""
+    """Return the name of the value that ``MixedPrecision.compare`` computes in fp16."""
     return name + _NARROW
 
 
@@ -67,29 +67,50 @@ def float_casts(function: Function) -> list[Op]:
     return [op for op in function.block.ops if _casts_floats(op, types)]
 
 
-def mix_precision(function: Function, chosen: Collection[str]) -> Function:
-    """Return a function in which chosen ops compute in fp32.
+class MixedPrecision:
+    """Programs that compute chosen ops of a function in fp32.
+
+    Programs of one object have their common ops and constants as the same objects.
 
     Args:
         function: A function in fp16.
-        chosen: Names of the first outputs of ops; see ``fp16_ops``.
-
-    Returns:
-        A function with the same inputs, outputs and states. A value ``y`` of a chosen op is also
-        there in fp32, as ``in_fp32("y")``.
     """
-    return _Mixer(function, chosen, with_twins=False).mix()
 
+    def __init__(self, function: Function) -> None:
+        self._function = function
+        self._parts = _Parts(
+            _types(function),
+            {op.outputs[0].name: op for op in function.block.ops if op.type == "const"},
+            frozenset(float_casts(function)),
+        )
+        self._widening = Widening(_WIDER, function.fp32_constants or {})
 
-def compare_precisions(function: Function) -> Function:
-    """Return a function that computes every op in fp32, and once more in fp16.
+    def mix(self, chosen: Collection[str]) -> Function:
+        """Return the function in which chosen ops compute in fp32.
 
-    In fp16 an op reads the fp32 values of its operands, rounded; so the difference of both values
-    is the error of this op and of its operands, without the errors of earlier ops. The values are
-    ``in_fp32("y")`` and ``in_fp16("y")``.
-    """
-    names = [op.outputs[0].name for op in fp16_ops(function)]
-    return _Mixer(function, names, with_twins=True).mix()
+        Args:
+            chosen: Names of the first outputs of ops; see ``fp16_ops``.
+
+        Returns:
+            A function with the same inputs, outputs and states. A value ``y`` of a chosen op is
+            also there in fp32, as ``in_fp32("y")``.
+        """
+        return self._mixed(chosen, with_twins=False)
+
+    def compare(self) -> Function:
+        """Return a function that computes every op in fp32, and once more in fp16.
+
+        In fp16 an op reads the fp32 values of its operands, rounded; so the difference of both
+        values is the error of this op and of its operands, without the errors of earlier ops. The
+        values are ``in_fp32("y")`` and ``in_fp16("y")``.
+        """
+        names = [op.outputs[0].name for op in fp16_ops(self._function)]
+        return self._mixed(names, with_twins=True)
+
+    def _mixed(self, chosen: Collection[str], *, with_twins: bool) -> Function:
+        mixer = _Mixer(self._parts, self._widening, chosen, with_twins=with_twins)
+        block = self._function.block
+        return replace(self._function, block=replace(block, ops=mixer.mix(block.ops)))
 
 
 def _dtype(declared: ValueType | None) -> DType | None:
@@ -122,6 +143,29 @@ def _operand_types(op: Op, types: Mapping[str, ValueType]) -> list[ValueType | N
     return [types.get(b.name) if isinstance(b, Ref) else b.type for b in bindings]
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What the programs of a function have in common.
+
+    Attributes:
+        types: Types of the values of the function, by name.
+        constants: Constants of the function, by name.
+        casts: Casts between floating-point types.
+        made: New ops, by the op that they stand for and the names of their operands.
+    """
+
+    types: Mapping[str, ValueType]
+    constants: Mapping[str, Op]
+    casts: Collection[Op]
+    made: dict[tuple[object, ...], Op] = field(default_factory=dict["tuple[object, ...]", Op])
+
+    def made_once(self, key: tuple[object, ...], make: Callable[[], Op]) -> Op:
+        """Return the op with this key, made by ``make`` the first time."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+
 class _Mixer:
     """Builds the block of a mixed function, op by op.
 
@@ -129,44 +173,57 @@ class _Mixer:
     that chosen ops compute.
     """
 
-    def __init__(self, function: Function, chosen: Collection[str], *, with_twins: bool) -> None:
-        self._function = function
+    def __init__(
+        self, parts: _Parts, widening: Widening, chosen: Collection[str], *, with_twins: bool
+    ) -> None:
+        self._parts = parts
+        self._widening = widening
         self._chosen = frozenset(chosen)
         self._with_twins = with_twins
-        self._widening = Widening(_WIDER, function.fp32_constants or {})
-        self._types = _types(function)
-        self._constants: dict[str, Op] = {}
         self._wide: dict[str, str] = {}
         self._computed: set[str] = set()
         self._ops: list[Op] = []
 
-    def mix(self) -> Function:
-        for op in self._function.block.ops:
-            if op.type == "const":
-                self._constants[op.outputs[0].name] = op
-                self._ops.append(op)
-            elif _casts_floats(op, self._types):
+    def mix(self, ops: Iterable[Op]) -> tuple[Op, ...]:
+        for op in ops:
+            if op in self._parts.casts:
                 self._add_cast(op)
-            elif op.outputs and op.outputs[0].name in self._chosen:
+            elif op.type != "const" and op.outputs and op.outputs[0].name in self._chosen:
                 self._add_wide(op)
             else:
                 self._ops.append(op)
-        return replace(self._function, block=replace(self._function.block, ops=tuple(self._ops)))
+        return tuple(self._ops)
 
     def _add_cast(self, op: Op) -> None:
         """Add a cast between floating-point types; chosen ops read what it reads."""
         source, result = _source(op), op.outputs[0]
         wide = self._wide.get(source)
         if source in self._computed and _dtype(result.type) is DType.FP32 and wide is not None:
-            op = replace(op, inputs={**op.inputs, "x": (Ref(wide),)})
-        self._ops.append(op)
+            inputs = {**op.inputs, "x": (Ref(wide),)}
+            self._ops.append(self._parts.made_once((op, wide), lambda: replace(op, inputs=inputs)))
+        else:
+            self._ops.append(op)
         if wide is not None:
             self._wide[result.name] = wide
-        elif _dtype(self._types.get(source)) is DType.FP32:
+        elif _dtype(self._parts.types.get(source)) is DType.FP32:
             self._wide[result.name] = source
 
     def _add_wide(self, op: Op) -> None:
         """Add a chosen op in fp32, casts of its results to fp16, and the op in fp16."""
+        names = tuple(self._wide_name(name) for name in op.references())
+        wide_op = self._parts.made_once((op, *names), lambda: self._in_fp32(op))
+        self._ops.append(wide_op)
+        for output, wide in zip(op.outputs, wide_op.outputs, strict=True):
+            if wide.name != output.name:
+                self._ops.append(self._cast(wide.name, output))
+                self._wide[output.name] = wide.name
+                self._computed.add(output.name)
+        if self._with_twins:
+            twins = tuple(replace(output, name=in_fp16(output.name)) for output in op.outputs)
+            self._ops.append(replace(op, outputs=twins))
+
+    def _in_fp32(self, op: Op) -> Op:
+        """Return a chosen op in fp32; its operands have been widened."""
         outputs = [
             replace(o, name=in_fp32(o.name)) if _dtype(o.type) is DType.FP16 else o
             for o in op.outputs
@@ -174,40 +231,44 @@ class _Mixer:
         inputs = {
             name: tuple(map(self._wide_operand, bindings)) for name, bindings in op.inputs.items()
         }
-        wide_outputs = tuple(map(self._widening.named, outputs))
-        self._ops.append(replace(op, inputs=inputs, outputs=wide_outputs))
-        for output, wide in zip(op.outputs, outputs, strict=True):
-            if wide is not output:
-                self._ops.append(_cast(wide.name, output))
-                self._wide[output.name] = wide.name
-                self._computed.add(output.name)
-        if self._with_twins:
-            twins = tuple(replace(output, name=in_fp16(output.name)) for output in op.outputs)
-            self._ops.append(replace(op, outputs=twins))
+        return replace(op, inputs=inputs, outputs=tuple(map(self._widening.named, outputs)))
 
     def _wide_operand(self, binding: Binding) -> Binding:
         if isinstance(binding, Constant):
             return self._widening.binding(binding)
-        name = binding.name
+        return Ref(self._wide[binding.name])
+
+    def _wide_name(self, name: str) -> str:
+        """Return the name of the most exact value of an operand, which is added if necessary."""
         if name not in self._wide:
             self._wide[name] = self._widen(name)
-        return Ref(self._wide[name])
+        return self._wide[name]
 
     def _widen(self, name: str) -> str:
         """Return the name of a value in fp32, which is added; the name itself of other values."""
-        if name in self._constants:
-            constant = self._widening.op(self._constants[name])
-            is_unchanged = constant.attributes == self._constants[name].attributes
-            if is_unchanged:
-                return name
-            output = replace(constant.outputs[0], name=in_fp32(name))
-            self._ops.append(replace(constant, outputs=(output,)))
-            return output.name
-        if _dtype(self._types.get(name)) is not DType.FP16:
+        if name in self._parts.constants:
+            constant = self._parts.constants[name]
+            wide = self._parts.made_once((constant,), lambda: self._wide_constant(constant))
+            if wide is not constant:
+                self._ops.append(wide)
+            return wide.outputs[0].name
+        declared = self._parts.types.get(name)
+        if declared is None or _dtype(declared) is not DType.FP16:
             return name
-        wide = self._widening.named(NamedType(in_fp32(name), self._types[name]))
-        self._ops.append(_cast(name, wide))
+        wide = self._widening.named(NamedType(in_fp32(name), declared))
+        self._ops.append(self._cast(name, wide))
         return wide.name
+
+    def _wide_constant(self, constant: Op) -> Op:
+        """Return a constant in fp32 by another name; the constant itself if it is not fp16."""
+        wide = self._widening.op(constant)
+        if wide.attributes == constant.attributes:
+            return constant
+        output = wide.outputs[0]
+        return replace(wide, outputs=(replace(output, name=in_fp32(output.name)),))
+
+    def _cast(self, source: str, result: NamedType) -> Op:
+        return self._parts.made_once((source, result.name), lambda: _cast(source, result))
 
 
 def _cast(source: str, result: NamedType) -> Op:

@@ -22,12 +22,11 @@ from coreml_delegate.runtime.engines.reference import REFERENCE, Listener
 from coreml_delegate.runtime.engines.reference.interpreter import TracedValue
 from coreml_delegate.runtime.mil.costs import Work
 from coreml_delegate.runtime.mil.mixed_precision import (
-    compare_precisions,
+    MixedPrecision,
     float_casts,
     fp16_ops,
     in_fp16,
     in_fp32,
-    mix_precision,
 )
 from coreml_delegate.runtime.mil.program import Function, Op
 from coreml_delegate.runtime.mil.widening import widen_function
@@ -117,7 +116,7 @@ class Runs:
     def _expected(self) -> list[Outputs]:
         """The outputs of every sample, computed in fp32."""
         for delegate in self._program.delegates:
-            delegate.use(widen_function(delegate.function))
+            delegate.use_in_fp32()
         return self._run()
 
     def _run(self) -> list[Outputs]:
@@ -133,7 +132,7 @@ class Runs:
             for number, delegate in enumerate(self._program.delegates):
                 units = (self.units[unit] for unit in chosen)
                 names = [name for unit in units if unit.delegate == number for name in unit.names]
-                delegate.use(mix_precision(delegate.function, names))
+                delegate.use(delegate.mixed.mix(names))
             actual = self._run()
             self.known[chosen] = dict(
                 zip(self._program.output_names, _ratios(expected, actual), strict=True)
@@ -151,7 +150,7 @@ class Runs:
                 for name in unit.names
             }
             watches.append(_Watch(units))
-            delegate.use(compare_precisions(delegate.function), watches[-1])
+            delegate.use(delegate.mixed.compare(), watches[-1])
         self._run()
         found = {unit: loss for watch in watches for unit, loss in watch.losses.items()}
         return [found.get(unit, Loss()) for unit in range(len(self.units))]
@@ -229,7 +228,7 @@ def _producers(function: Function, unit_of: Mapping[Op, int]) -> dict[Op, set[in
 
 
 class _Watch:
-    """Receives the values of ``compare_precisions``, and keeps the worst loss of each unit.
+    """Receives the values of ``MixedPrecision.compare``, and keeps the worst loss of each unit.
 
     Args:
         units: Numbers of units by the names of their values.
@@ -314,6 +313,7 @@ class MeasuredDelegate:
 
     Attributes:
         function: The function as the program has it.
+        mixed: Its variants with ops in fp32.
         handles: See above.
     """
 
@@ -327,6 +327,7 @@ class MeasuredDelegate:
         self._current = CoreMLDelegate(model, names, 0)
         self._listener: Listener | None = None
         self.function = model.function
+        self.mixed = MixedPrecision(model.function)
         self.handles = handles
 
     @property
@@ -335,9 +336,15 @@ class MeasuredDelegate:
         return self._current.input_count
 
     def use(self, function: Function, listener: Listener | None = None) -> None:
-        """Compute another function from now on, and pass its values to ``listener``."""
-        self._current = CoreMLDelegate(self._model.with_function(function), self._names, 0)
+        """Compute a variant of the function from now on, and pass its values to ``listener``."""
+        self._current = CoreMLDelegate(self._model.with_variant(function), self._names, 0)
         self._listener = listener
+
+    def use_in_fp32(self) -> None:
+        """Compute the function in fp32 from now on, its inputs and states included."""
+        model = self._model.with_function(widen_function(self.function))
+        self._current = CoreMLDelegate(model, self._names, 0)
+        self._listener = None
 
     def reset(self) -> None:
         """Set the state to its initial value."""

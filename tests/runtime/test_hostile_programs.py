@@ -287,7 +287,7 @@ def test_the_memory_guard_changes_no_result_and_checks_once():
     compiled = REFERENCE.compile(main(build(function, {"x": x})), EngineOptions())
     (first,), (second,) = (compiled({"x": x}).values() for _ in range(2))
     np.testing.assert_array_equal(first, second)
-    assert len(compiled._admitted) == 3
+    assert len(compiled._shared.admitted) == 3
 
 
 def test_states_that_do_not_fit_are_refused(little_memory):

@@ -7,7 +7,7 @@ become tensors on the mapped file, compressed weights are expanded.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from coreml_delegate.runtime.engines.reference.interpreter import (
 from coreml_delegate.runtime.engines.reference.kernels import KERNELS, Kernel, Passing
 from coreml_delegate.runtime.engines.reference.memory_guard import MemoryGuard
 from coreml_delegate.runtime.engines.reference.values import (
+    Value,
     cast_to_declared,
     constant_to_tensor,
     describe,
@@ -85,6 +86,38 @@ class _Scope:
         raise UnsupportedOpError("a value is used that is not in scope", got=repr(name))
 
 
+_PlacedStep: TypeAlias = "tuple[Step, tuple[int, ...], set[int]]"
+"""A step, the slots of its outputs, and the slots that it reads."""
+
+
+@dataclass(slots=True)
+class SharedSteps:
+    """Slots, steps and constants that variants of a function have in common.
+
+    An op that several variants have, as the same object, has equal operands in all of them.
+
+    Attributes:
+        count: Number of slots.
+        slots: Slot of each value of an outermost block, by name.
+        steps: Step of each op of an outermost block that a kernel computes.
+        expanded: Values of compressed weights of an outermost block.
+        tensors: One tensor per constant and width. The key has the source's identity, so the value
+            keeps the source alive.
+        admitted: See ``Frame``.
+    """
+
+    count: int = 0
+    slots: dict[str, int] = field(default_factory=dict[str, int])
+    steps: dict[Op, _PlacedStep] = field(default_factory=dict[Op, "_PlacedStep"])
+    expanded: dict[Op, list[Value]] = field(default_factory=dict[Op, "list[Value]"])
+    tensors: dict[tuple[int, bool], tuple[Constant | Tensor, Tensor]] = field(
+        default_factory=dict[tuple[int, bool], "tuple[Constant | Tensor, Tensor]"]
+    )
+    admitted: dict[KernelStep, tuple[Any, ...]] = field(
+        default_factory=dict[KernelStep, "tuple[Any, ...]"]
+    )
+
+
 def unsupported(function: Function) -> list[str]:
     """Return one reason per op type or parameter of ``function`` that has no kernel."""
     try:
@@ -108,8 +141,12 @@ def unsupported(function: Function) -> list[str]:
     return list(reasons.values())
 
 
-def compile_function(function: Function) -> CompiledProgram:
+def compile_function(function: Function, shared: SharedSteps) -> CompiledProgram:
     """Resolve the names of ``function``.
+
+    Args:
+        function: The function.
+        shared: Parts of its variants; the parts of ``function`` are added.
 
     Raises:
         UnsupportedOpError: An op has no kernel, or a constant is no tensor.
@@ -120,25 +157,27 @@ def compile_function(function: Function) -> CompiledProgram:
         raise UnsupportedOpError(
             "the reference engine cannot execute the program", got="; ".join(reasons)
         )
-    compiler = _Compiler(function)
+    compiler = _Compiler(function, shared)
     scope = _Scope()
     params = {param.name: compiler.define(scope, param.name) for param in function.params}
     block, _ = compiler.block(function.block, scope)
-    return CompiledProgram(block, compiler.slots, params)
+    return CompiledProgram(block, shared.count, params)
 
 
 class _Compiler:
-    def __init__(self, function: Function) -> None:
-        self.slots = 0
+    def __init__(self, function: Function, shared: SharedSteps) -> None:
         self._function = function
         self._opset = Opset.from_mil_name(function.opset)
-        # One tensor per constant and width, shared by all ops. The key has the source's identity,
-        # so the value keeps the source alive.
-        self._tensors: dict[tuple[int, bool], tuple[Constant | Tensor, Tensor]] = {}
+        self._shared = shared
 
     def define(self, scope: _Scope, name: str) -> int:
-        slot = self.slots
-        self.slots += 1
+        shared = self._shared
+        slot = shared.slots.get(name) if scope.outer is None else None
+        if slot is None:
+            slot = shared.count
+            shared.count += 1
+        if scope.outer is None:
+            shared.slots[name] = slot
         scope.sources[name] = slot
         return slot
 
@@ -148,19 +187,16 @@ class _Compiler:
         Returns:
             The compiled block, and the slots of enclosing blocks that it reads.
         """
-        first_local = self.slots
+        first_local = self._shared.count
         inputs = tuple(self.define(scope, named.name) for named in block.inputs)
-        steps: list[tuple[Step, tuple[int, ...], set[int]]] = []
+        steps: list[_PlacedStep] = []
         for op in block.ops:
             if op.type == _CONST:
                 scope.sources[op.outputs[0].name] = op.attributes["val"]
             elif op.type.startswith(_CONSTEXPR):
                 self._expand(op, scope)
             else:
-                uses: set[int] = set()
-                step = self._step(op, scope, uses)
-                outputs = tuple(self.define(scope, output.name) for output in op.outputs)
-                steps.append((step, outputs, uses))
+                steps.append(self._placed_step(op, scope))
         read: set[int] = set()
         fetches = tuple(self._fetch(scope.find(name), read) for name in block.outputs)
         own = {*inputs, *(slot for _, outputs, _ in steps for slot in outputs)}
@@ -170,6 +206,18 @@ class _Compiler:
         return compiled, {slot for slot in outer if slot < first_local}
 
     # --- ops --------------------------------------------------------------------------------------
+
+    def _placed_step(self, op: Op, scope: _Scope) -> _PlacedStep:
+        uses: set[int] = set()
+        placed = self._shared.steps.get(op) if scope.outer is None else None
+        step = self._step(op, scope, uses) if placed is None else placed[0]
+        outputs = tuple(self.define(scope, output.name) for output in op.outputs)
+        if placed is None:
+            placed = step, outputs, uses
+        # The slots of nested blocks are new in every variant.
+        if scope.outer is None and isinstance(step, KernelStep):
+            self._shared.steps[op] = placed
+        return placed
 
     def _step(self, op: Op, scope: _Scope, uses: set[int]) -> Step:
         sources = {
@@ -211,6 +259,16 @@ class _Compiler:
         return compiled
 
     def _expand(self, op: Op, scope: _Scope) -> None:
+        values = self._shared.expanded.get(op) if scope.outer is None else None
+        if values is None:
+            values = self._expanded(op, scope)
+        if scope.outer is None:
+            self._shared.expanded[op] = values
+        for output, value in zip(op.outputs, values, strict=True):
+            if isinstance(value, Tensor):
+                scope.sources[output.name] = value
+
+    def _expanded(self, op: Op, scope: _Scope) -> list[Value]:
         sources = {
             name: tuple(_resolve(binding, scope) for binding in bindings)
             for name, bindings in _arguments(op).items()
@@ -219,16 +277,13 @@ class _Compiler:
             step = self._kernel_step(op, sources, set())
             with MemoryGuard():
                 results = as_tuple(step.kernel.function(**step.fixed))
-            values = [cast_to_declared(r, o.type) for r, o in zip(results, op.outputs, strict=True)]
+            return [cast_to_declared(r, o.type) for r, o in zip(results, op.outputs, strict=True)]
         except Exception as error:  # noqa: BLE001 - kernels raise anything
             operands = {
                 name: tuple(None if isinstance(source, int) else source for source in argument)
                 for name, argument in sources.items()
             }
             blame_op(error, self._function, op, operands)
-        for output, value in zip(op.outputs, values, strict=True):
-            if isinstance(value, Tensor):
-                scope.sources[output.name] = value
 
     # --- arguments --------------------------------------------------------------------------------
 
@@ -280,11 +335,11 @@ class _Compiler:
         return lambda _: constant
 
     def _tensor(self, source: Constant | Tensor, widen: bool) -> Tensor:
-        key = (id(source), widen)
-        if key not in self._tensors:
+        key, tensors = (id(source), widen), self._shared.tensors
+        if key not in tensors:
             tensor = source if isinstance(source, Tensor) else constant_to_tensor(source)
-            self._tensors[key] = (source, widen_tensor(tensor) if widen else tensor)
-        return self._tensors[key][1]
+            tensors[key] = (source, widen_tensor(tensor) if widen else tensor)
+        return tensors[key][1]
 
 
 def _arguments(op: Op) -> dict[str, tuple[Binding, ...]]:
@@ -307,7 +362,7 @@ def _read_tensor(frame: Frame, slot: int) -> Tensor:
 
 
 def _add_frees(
-    steps: list[tuple[Step, tuple[int, ...], set[int]]], own: set[int], read_last: set[int]
+    steps: list[_PlacedStep], own: set[int], read_last: set[int]
 ) -> tuple[Entry, ...]:
     """Return the steps with the slots to empty after each; a block empties only its own slots."""
     used_later = set(read_last)

@@ -15,10 +15,9 @@ from coreml_delegate.errors import InputError
 from coreml_delegate.runtime.engines.base import Array, EngineOptions, KernelTime, State
 from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.engines.reference import compiler
-from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram
+from coreml_delegate.runtime.engines.reference.compiler import CompiledProgram, SharedSteps
 from coreml_delegate.runtime.engines.reference.interpreter import (
     Frame,
-    KernelStep,
     Listener,
     TracedValue,
 )
@@ -66,12 +65,23 @@ class ReferenceFunction:
 
     native = None
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function, shared: SharedSteps | None = None) -> None:
         self.function = function
-        self._program: CompiledProgram = compiler.compile_function(function)
+        self._shared = SharedSteps() if shared is None else shared
+        self._program: CompiledProgram = compiler.compile_function(function, self._shared)
         self._types = {param.name: param.type for param in function.params}
         self._outputs = function.output_types()
-        self._admitted: dict[KernelStep, tuple[Any, ...]] = {}
+
+    def variant(self, function: Function) -> ReferenceFunction:
+        """Compile a function that has some ops of this function, as the same objects.
+
+        Equal names of both outermost blocks have equal values. The work and memory for the common
+        ops, their constants included, are shared.
+
+        Raises:
+            CoreMLDelegateError: See ``ReferenceEngine.compile``.
+        """
+        return ReferenceFunction(function, self._shared)
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
         """Run once; see ``CompiledFunction``."""
@@ -102,7 +112,7 @@ class ReferenceFunction:
             function=self.function,
             slots=[None] * self._program.slots,
             states={},
-            admitted=self._admitted,
+            admitted=self._shared.admitted,
             listener=listener,
             locations={} if listener is None else self._locations,
             decide=decide,

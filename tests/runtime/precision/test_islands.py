@@ -18,11 +18,10 @@ from coreml_delegate.errors import CoreMLDelegateError
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.reference import REFERENCE
 from coreml_delegate.runtime.mil.mixed_precision import (
-    compare_precisions,
+    MixedPrecision,
     fp16_ops,
     in_fp16,
     in_fp32,
-    mix_precision,
 )
 from coreml_delegate.runtime.mil.widening import widen_function
 from coreml_delegate.runtime.precision import (
@@ -66,7 +65,7 @@ def _run(model: runtime.Model, function: object) -> Mapping[str, np.ndarray]:
 
 
 def test_without_islands_a_mixed_program_is_the_program(model: runtime.Model) -> None:
-    mixed = _run(model, mix_precision(model.function, ()))
+    mixed = _run(model, MixedPrecision(model.function).mix(()))
     for name, value in _run(model, model.function).items():
         np.testing.assert_array_equal(mixed[name], value)
 
@@ -75,7 +74,7 @@ def test_with_all_operations_in_fp32_a_mixed_program_computes_what_pytorch_does(
     model: runtime.Model,
 ) -> None:
     names = [op.outputs[0].name for op in fp16_ops(model.function)]
-    (mixed,) = _run(model, mix_precision(model.function, names)).values()
+    (mixed,) = _run(model, MixedPrecision(model.function).mix(names)).values()
     np.testing.assert_allclose(mixed, _overflow(X), rtol=1e-5)
     (wide,) = _run(model, widen_function(model.function)).values()
     np.testing.assert_array_equal(mixed, wide)
@@ -83,7 +82,7 @@ def test_with_all_operations_in_fp32_a_mixed_program_computes_what_pytorch_does(
 
 def test_each_operation_is_compared_on_operands_from_fp32(model: runtime.Model) -> None:
     values: dict[str, np.ndarray] = {}
-    function = compare_precisions(model.function)
+    function = MixedPrecision(model.function).compare()
     compiled = REFERENCE.compile(function, EngineOptions())
     arrays = {name: X.numpy() for name in model.input_names}
     compiled.run(arrays, listener=lambda value: values.update({value.name: value.array}))
@@ -118,7 +117,7 @@ def test_no_smaller_set_of_operations_reaches_the_target(model: runtime.Model) -
     names = [op.outputs[0].name for op in fp16_ops(model.function)]
     smaller = itertools.combinations(names, len(islands) - 1)
     for chosen in smaller:
-        (output,) = _run(model, mix_precision(model.function, chosen)).values()
+        (output,) = _run(model, MixedPrecision(model.function).mix(chosen)).values()
         error = np.square(output.astype(np.float64) - _overflow(X).numpy()).sum()
         assert not error < np.square(_overflow(X).numpy()).sum() * 10 ** (-TARGET / 10)
 

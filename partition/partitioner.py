@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +27,21 @@ from coreml_delegate.options.declaration import documented, options_of, takes
 from coreml_delegate.partition.branches import add_branch, branches_of
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.partitioning import Partitioning, transform
-from coreml_delegate.partition.precision import calls_by_handle, interface_of, samples_for
+from coreml_delegate.partition.precision import (
+    calls_by_handle,
+    interface_of,
+    lower_tagged,
+    samples_for,
+)
 from coreml_delegate.partition.report import DelegationReport, NodeReport
 from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
 from coreml_delegate.partition.verdicts.filters import ExcludedCalls
 from coreml_delegate.patches.torch import OpOverload
 from coreml_delegate.runtime.precision import (
     LoweredProgram,
-    PrecisionReport,
+    Measurements,
+    Method,
     choose_fp32_calls,
-    measure_method,
 )
 
 logger = logging.getLogger(__name__)
@@ -67,7 +71,8 @@ class _Notes:
         preserved: The ops that ExecuTorch was asked not to decompose.
         answer: The latest program in ATen dialect, and the ops to preserve in it.
         blobs: ``CoreMLBackend.preprocess`` finds these blobs while they are referenced.
-        precision: By ``interface_of`` the program, the chosen calls of precision ``auto``.
+        samples: Inputs to measure programs with that are not partitioned yet, in order, by
+            ``interface_of`` the program.
         outcomes: By number of the report and delegation tag. Whether partitions share weights is
             known only when all methods are lowered.
     """
@@ -79,8 +84,8 @@ class _Notes:
     preserved: set[OpOverload] = field(default_factory=set[OpOverload])
     answer: tuple[weakref.ref[ExportedProgram], set[OpOverload]] | None = None
     blobs: list[CachedBlob] = field(default_factory=list[CachedBlob])
-    precision: dict[tuple[str, ...], PrecisionReport] = field(
-        default_factory=dict[tuple[str, ...], PrecisionReport]
+    samples: dict[tuple[str, ...], list[list[list[Any]]]] = field(
+        default_factory=dict[tuple[str, ...], list[list[list[Any]]]]
     )
     outcomes: dict[int, Mapping[str, Outcome]] = field(
         default_factory=dict[int, Mapping[str, Outcome]]
@@ -90,10 +95,6 @@ class _Notes:
         """Note the modules of the calls of a program."""
         for node in program.graph.nodes:
             self.modules.update(scopes_of(node))
-
-    def precision_of(self, program: ExportedProgram) -> PrecisionReport | None:
-        """Return the choice for a program; None for branches, and before there is any."""
-        return self.precision.get(interface_of(program))
 
     def keep(self, blobs: Iterable[CachedBlob]) -> None:
         """Reference blobs until they are taken, and no longer: they have weights."""
@@ -246,68 +247,87 @@ class CoreMLPartitioner(Partitioner):
             logger.warning(_DECOMPOSED)
         self._notes.note_modules(program)
         self._options.filters.check_patterns(self._notes.modules)
-        partitioning = self._partitioning(program)
-        report = partitioning.tag()
-        options_by_tag, blobs = dict(partitioning.compile_options), dict(partitioning.blobs)
-        # Enumerated shapes are for the inputs of the program, not for those of branches.
-        if not self.options.enumerated_shapes:
-            for call, path, branch in branches_of(program.graph_module, program):
-                partitioning = self._partitioning(branch)
-                branch_report = partitioning.tag(prefix=path.replace(".", "_") + "_")
-                report = add_branch(report, branch_report, path, call)
-                options_by_tag.update(partitioning.compile_options)
-                blobs.update(partitioning.blobs)
         if self._options.measures_precision:
-            report = replace(report, precision=self._require_precision(program))
-        self._notes.keep(blobs.values())
+            tagged = self._tag_measured(program)
+        else:
+            tagged = self._tag_with(program)
+        report = tagged.report
+        self._notes.keep(tagged.blobs.values())
         self._reports.append(report)
         if self._options.demands_everything:
             report.require_complete()
         for node in report.undelegated:
             logger.info("%s (%s) stays on the CPU: %s", node.name, node.op, node.reason)
         _warn_of_missing_kernels(report)
-        return options_by_tag, blobs
+        return tagged.compile_options, tagged.blobs
+
+    def _tag_with(self, program: ExportedProgram, in_fp32: frozenset[str] = frozenset()) -> _Tagged:
+        """Tag a program and its branches; tags of an earlier call are replaced.
+
+        ``in_fp32`` has the names of calls; the names of calls in branches begin with the path.
+        """
+        partitioning = self._partitioning(program, in_fp32)
+        report = partitioning.tag()
+        options_by_tag, blobs = dict(partitioning.compile_options), dict(partitioning.blobs)
+        # Enumerated shapes are for the inputs of the program, not for those of branches.
+        if not self.options.enumerated_shapes:
+            for call, path, branch in branches_of(program.graph_module, program):
+                start = f"{path}."
+                names = {n.removeprefix(start) for n in in_fp32 if n.startswith(start)}
+                partitioning = self._partitioning(branch, names)
+                branch_report = partitioning.tag(prefix=path.replace(".", "_") + "_")
+                report = add_branch(report, branch_report, path, call)
+                options_by_tag.update(partitioning.compile_options)
+                blobs.update(partitioning.blobs)
+        return _Tagged(report, options_by_tag, blobs)
+
+    def _tag_measured(self, program: ExportedProgram) -> _Tagged:
+        """Tag a program, with the calls in fp32 that measurements show to be necessary."""
+        options = self._options
+        attempts: list[_Tagged] = []  # which keep their blobs for the last call
+
+        samples = self._take_samples(program)
+
+        def lower(in_fp32: frozenset[str]) -> LoweredProgram:
+            tagged = self._tag_with(program, in_fp32)
+            attempts.append(tagged)
+            pte = lower_tagged(
+                program,
+                {tag: _delegation(options) for tag, options in tagged.compile_options.items()},
+                tagged.blobs.values(),
+                self._notes.preserved,
+                tags_constants=options.take_over_constant_data,
+            )
+            measurements = Measurements(Method(pte, None, "forward"), samples)
+            return LoweredProgram(measurements.measure, calls_by_handle(tagged.report))
+
+        with torch.no_grad():
+            choice = choose_fp32_calls(lower, options.min_sqnr_db)
+        tagged = self._tag_with(program, choice.in_fp32)
+        return replace(tagged, report=replace(tagged.report, precision=choice))
 
     def transform_for_pre_decomposition(self, exported_program: ExportedProgram) -> ExportedProgram:
         """Return the program in fp32, with plain tensors and containers, without assertions.
 
-        See the modules of ``transforms``. With precision ``auto``, the calls that have to compute
-        in fp32 are chosen here: the program still has the values of its weights.
+        See the modules of ``transforms``. The example inputs, with which precision ``auto`` is
+        measured, are noted here: a program in edge dialect lacks them.
         """
         transformed = transform(exported_program, self._options)
         if self._options.measures_precision:
-            choice = self._choose_precision(exported_program)
-            self._notes.precision[interface_of(transformed)] = choice
+            samples = samples_for(exported_program, self._options.precision_data)
+            self._notes.samples.setdefault(interface_of(transformed), []).append(samples)
         return transformed
 
-    def _require_precision(self, program: ExportedProgram) -> PrecisionReport:
-        choice = self._notes.precision_of(program)
-        if choice is None:
+    def _take_samples(self, program: ExportedProgram) -> list[list[Any]]:
+        waiting = self._notes.samples.get(interface_of(program))
+        if not waiting:
             raise ProgramError(
-                "precision auto was not measured for this program",
+                "there are no inputs to measure this program with precision auto",
                 got=f"inputs {', '.join(interface_of(program))}",
-                expected="; ".join(", ".join(inputs) for inputs in self._notes.precision),
+                expected="; ".join(", ".join(inputs) for inputs in self._notes.samples),
                 remedy="Choose float16 or float32",
             )
-        return choice
-
-    def _choose_precision(self, program: ExportedProgram) -> PrecisionReport:
-        options = self._options
-
-        def lower(in_fp32: frozenset[str]) -> LoweredProgram:
-            partitioner = CoreMLPartitioner()
-            partitioner._options = options.in_fp16(in_fp32)
-            edge = to_edge_transform_and_lower(
-                program,
-                partitioner=[partitioner],
-                compile_config=EdgeCompileConfig(_check_ir_validity=False),
-            )
-            measure = partial(measure_method, bytes(edge.to_executorch().buffer), samples)
-            return LoweredProgram(measure, calls_by_handle(partitioner.report))
-
-        samples = samples_for(program, options.precision_data)
-        with torch.no_grad():
-            return choose_fp32_calls(lower, options.min_sqnr_db)
+        return waiting.pop(0)
 
     def ops_to_not_decompose(
         self, ep: ExportedProgram
@@ -331,12 +351,27 @@ class CoreMLPartitioner(Partitioner):
             notes.preserved |= preserved
         return sorted(notes.answer[1], key=str), None
 
-    def _partitioning(self, program: ExportedProgram) -> Partitioning:
+    def _partitioning(
+        self, program: ExportedProgram, in_fp32: Collection[str] = ()
+    ) -> Partitioning:
         options = self._options
-        if options.measures_precision:
-            choice = self._notes.precision_of(program)
-            options = options.in_fp16(frozenset() if choice is None else choice.in_fp32)
+        options = options.in_fp16(in_fp32) if options.measures_precision else options
         return Partitioning(program, options, self._notes.wide, self._notes.excluded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tagged:
+    """The partitions of a tagged program and of its branches.
+
+    Attributes:
+        report: On the program.
+        compile_options: Of each partition, by tag.
+        blobs: Cached blobs of the partitions, by tag.
+    """
+
+    report: DelegationReport
+    compile_options: Mapping[str, CompileOptions]
+    blobs: Mapping[str, CachedBlob]
 
 
 class _Planner(CoreMLPartitioner):

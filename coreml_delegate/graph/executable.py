@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,12 @@ from coreml_delegate.runtime import EngineOptions, Model
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.runtime.engines.selection import REFERENCE
 from coreml_delegate.runtime.native import SMALL
-from coreml_delegate.runtime.precision import LoweredProgram, PrecisionReport, measure_model
+from coreml_delegate.runtime.precision import (
+    LoweredProgram,
+    Measurements,
+    PrecisionReport,
+    SingleModel,
+)
 from coreml_delegate.targets import Opset
 
 Array = NDArray[Any]
@@ -200,7 +204,8 @@ class Executable:
         model = self.on(REFERENCE.name).model
         handles = self._package.handles
         calls = {number: (call,) for number, call in self._package.calls.items()}
-        return LoweredProgram(partial(measure_model, model, inputs, handles=handles), calls)
+        measurements = Measurements(SingleModel(model, handles), inputs)
+        return LoweredProgram(measurements.measure, calls)
 
     @property
     def signature(self) -> str:

@@ -92,7 +92,7 @@ def cut_partitions(
             missing values.
         constants_inside: Whether partitions contain the constants that they use.
     """
-    owner = _copy_program(program, state)
+    owner = copy_program(program, state)
     if constants_inside:
         _split_shared_constants(owner, tags)
     graph_module: Any = owner.graph_module
@@ -108,8 +108,13 @@ def cut_partitions(
     return partitions
 
 
-def _copy_program(program: ExportedProgram, state: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    """Return a program with a copied graph, and with real parameters and buffers."""
+def copy_program(program: ExportedProgram, state: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    """Return a program with a copied graph and tables, and with real parameters and buffers.
+
+    Args:
+        program: Its parameters and buffers may be fake.
+        state: See ``cut_partitions``.
+    """
     state_dict = {**program.state_dict, **state}
     root = copy.deepcopy(program.graph_module)
     return ExportedProgram(
@@ -119,7 +124,7 @@ def _copy_program(program: ExportedProgram, state: Mapping[str, torch.Tensor]) -
         state_dict={key: without_memory(state_dict[key]) for key in program.state_dict},
         range_constraints=copy.deepcopy(program.range_constraints),
         module_call_graph=copy.deepcopy(program.module_call_graph),
-        constants=program.constants,
+        constants=dict(program.constants),
         verifiers=[program.verifier],
     )
 

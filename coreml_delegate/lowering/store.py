@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -113,6 +114,15 @@ class CachedBlob:
         """
         missing = [Outcome() for _ in range(count - len(self.outcomes))]
         return [*missing, *self.outcomes[max(0, len(self.outcomes) - count) :]]
+
+    @contextmanager
+    def lent(self) -> Generator[None]:
+        """Keep the files when they are handed over within the block."""
+        files, constants = self.files, self.constants
+        try:
+            yield
+        finally:
+            self.files, self.constants = files, constants
 
     def hand_over(self) -> Files | None:
         """Return the files and drop them from the record; None the second time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -34,10 +34,14 @@ class UnknownSizeError(Exception):
 class Work:
     """The work of the ops of a function's outermost block.
 
-    Work that depends on sizes known only at run time is unknown.
+    Work that depends on sizes known only at run time is unknown, without ``shapes``.
+
+    Args:
+        function: The function.
+        shapes: Shapes that values had in a run, by name.
     """
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function, shapes: Mapping[str, _Shape] | None = None) -> None:
         block = function.block
         self._ops = block.ops
         self._types: dict[str, ValueType] = {p.name: p.type for p in function.params}
@@ -49,6 +53,10 @@ class Work:
                 self._producer[out.name] = index
             for name in _names(op):
                 self._users.setdefault(name, set()).add(index)
+        for name, shape in (shapes or {}).items():
+            type_ = self._types.get(name)
+            if isinstance(type_, TensorType):
+                self._types[name] = replace(type_, shape=shape)
         self._constants = {
             op.outputs[0].name: op.attributes["val"]
             for op in block.ops
@@ -143,7 +151,7 @@ class Operands:
 
     def result(self) -> _Shape:
         """Return the shape of the first result; an op's other results are by-products."""
-        tensor = _tensor(self.op.outputs[0].type) if self.op.outputs else None
+        tensor = _tensor(self.types.get(self.op.outputs[0].name)) if self.op.outputs else None
         if tensor is None:
             raise UnknownSizeError
         return _static_shape(tensor)

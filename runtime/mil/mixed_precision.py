@@ -1,4 +1,4 @@
-"""Programs in fp16 of which some ops compute in fp32, with the casts that coremltools inserts.
+"""Programs in fp16 with some ops in fp32, and the casts that coremltools inserts around them.
 
 The ops of the outermost block are chosen one by one, by the name of their first output. Constants
 of a chosen op have the values from before the cast to fp16, if the model stores them. Between two
@@ -31,13 +31,18 @@ _WIDE, _NARROW = ":fp32", ":fp16"
 
 
 def in_fp32(name: str) -> str:
-    """Return the name of the fp32 value of an op that computes in fp32; see ``MixedPrecision.mix``."""
+    """Return the name of the fp32 value of an op in fp32; see ``MixedPrecision.mix``."""
     return name + _WIDE
 
 
 def in_fp16(name: str) -> str:
     """Return the name of the value that ``MixedPrecision.compare`` computes in fp16."""
     return name + _NARROW
+
+
+def original_name(name: str) -> str:
+    """Return the name in the function of a value in fp32 or fp16."""
+    return name.removesuffix(_WIDE).removesuffix(_NARROW)
 
 
 def fp16_ops(function: Function) -> list[Op]:
@@ -145,25 +150,25 @@ def _operand_types(op: Op, types: Mapping[str, ValueType]) -> list[ValueType | N
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What the programs of a function have in common.
+    """Parts that the programs of a function have in common.
 
     Attributes:
         types: Types of the values of the function, by name.
         constants: Constants of the function, by name.
         casts: Casts between floating-point types.
-        made: New ops, by the op that they stand for and the names of their operands.
+        new_ops: Ops of the programs, by the op that they stand for and the names of their operands.
     """
 
     types: Mapping[str, ValueType]
     constants: Mapping[str, Op]
     casts: Collection[Op]
-    made: dict[tuple[object, ...], Op] = field(default_factory=dict["tuple[object, ...]", Op])
+    new_ops: dict[tuple[object, ...], Op] = field(default_factory=dict["tuple[object, ...]", Op])
 
-    def made_once(self, key: tuple[object, ...], make: Callable[[], Op]) -> Op:
+    def op_for(self, key: tuple[object, ...], make: Callable[[], Op]) -> Op:
         """Return the op with this key, made by ``make`` the first time."""
-        if key not in self.made:
-            self.made[key] = make()
-        return self.made[key]
+        if key not in self.new_ops:
+            self.new_ops[key] = make()
+        return self.new_ops[key]
 
 
 class _Mixer:
@@ -195,12 +200,12 @@ class _Mixer:
         return tuple(self._ops)
 
     def _add_cast(self, op: Op) -> None:
-        """Add a cast between floating-point types; chosen ops read what it reads."""
+        """Add a cast between floating-point types; chosen ops read its operand."""
         source, result = _source(op), op.outputs[0]
         wide = self._wide.get(source)
         if source in self._computed and _dtype(result.type) is DType.FP32 and wide is not None:
             inputs = {**op.inputs, "x": (Ref(wide),)}
-            self._ops.append(self._parts.made_once((op, wide), lambda: replace(op, inputs=inputs)))
+            self._ops.append(self._parts.op_for((op, wide), lambda: replace(op, inputs=inputs)))
         else:
             self._ops.append(op)
         if wide is not None:
@@ -211,7 +216,7 @@ class _Mixer:
     def _add_wide(self, op: Op) -> None:
         """Add a chosen op in fp32, casts of its results to fp16, and the op in fp16."""
         names = tuple(self._wide_name(name) for name in op.references())
-        wide_op = self._parts.made_once((op, *names), lambda: self._in_fp32(op))
+        wide_op = self._parts.op_for((op, *names), lambda: self._in_fp32(op))
         self._ops.append(wide_op)
         for output, wide in zip(op.outputs, wide_op.outputs, strict=True):
             if wide.name != output.name:
@@ -248,7 +253,7 @@ class _Mixer:
         """Return the name of a value in fp32, which is added; the name itself of other values."""
         if name in self._parts.constants:
             constant = self._parts.constants[name]
-            wide = self._parts.made_once((constant,), lambda: self._wide_constant(constant))
+            wide = self._parts.op_for((constant,), lambda: self._wide_constant(constant))
             if wide is not constant:
                 self._ops.append(wide)
             return wide.outputs[0].name
@@ -268,7 +273,7 @@ class _Mixer:
         return replace(wide, outputs=(replace(output, name=in_fp32(output.name)),))
 
     def _cast(self, source: str, result: NamedType) -> Op:
-        return self._parts.made_once((source, result.name), lambda: _cast(source, result))
+        return self._parts.op_for((source, result.name), lambda: _cast(source, result))
 
 
 def _cast(source: str, result: NamedType) -> Op:

@@ -2,20 +2,25 @@
 
 from coreml_delegate.runtime.precision.choice import LoweredProgram, choose_fp32_calls
 from coreml_delegate.runtime.precision.islands import (
+    Measurements,
     Operation,
     PrecisionMeasurement,
     measure_method,
     measure_model,
 )
 from coreml_delegate.runtime.precision.report import Call, LossyCall, PrecisionReport
+from coreml_delegate.runtime.precision.runs import Method, SingleModel
 
 __all__ = [
     "Call",
     "LossyCall",
     "LoweredProgram",
+    "Measurements",
+    "Method",
     "Operation",
     "PrecisionMeasurement",
     "PrecisionReport",
+    "SingleModel",
     "choose_fp32_calls",
     "measure_method",
     "measure_model",

@@ -23,7 +23,7 @@ _MARGIN_DB = 3.0
 
 
 class Measure(Protocol):
-    """``measure_method`` or ``measure_model`` of a program on its samples."""
+    """``Measurements.measure``, or ``measure_method`` of a program on its samples."""
 
     def __call__(self, *, min_sqnr_db: float, search: bool = True) -> PrecisionMeasurement:
         """Measure the program."""

@@ -9,9 +9,10 @@ Where fp16 loses numbers is measured once per operation, on operands from fp32. 
 operations that lose most, then the operations that compute their operands, step by step: the sine
 of a large angle is lost already by the product before it.
 
-The candidates are reduced by QuickXplain (U. Junker, AAAI 2004), which needs about
-``k * log2(n / k)`` runs for ``k`` islands among ``n`` candidates. It prefers operations of less
-work.
+Bisection finds how many of the candidates suffice, worst first. From these, groups of operations
+return to fp16, the most work first, as long as the target is reached; the groups halve after a
+failure and double after a success. This takes about ``2 * k * log2(n / k)`` runs for ``k`` islands
+among ``n`` candidates if ``k`` is small, and ``n`` runs if it is not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.precision.runs import (
@@ -32,9 +34,6 @@ from coreml_delegate.runtime.precision.runs import (
 )
 from coreml_delegate.runtime.program.ptd import Sources
 from coreml_delegate.runtime.program.pte import Source
-
-MAX_RUNS = 80
-"""Most runs of a search; it then returns the smallest set that reaches the target so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class PrecisionMeasurement:
 
     @property
     def holds(self) -> bool:
-        """Whether fp16 alone reaches the target."""
+        """Whether fp16 reaches the target without islands."""
         return worst(self.before_db) >= self.target_db
 
     @property
@@ -135,7 +134,8 @@ def measure_method(
         CoreMLDelegateError: The program does not run on the reference engine and the Python host,
             or refuses a sample.
     """
-    return _measure(Method(source, data, method), samples, min_sqnr_db, search=search)
+    measurements = Measurements(Method(source, data, method), samples)
+    return measurements.measure(min_sqnr_db, search=search)
 
 
 def measure_model(
@@ -158,30 +158,53 @@ def measure_model(
     Raises:
         CoreMLDelegateError: See ``measure_method``.
     """
-    return _measure(SingleModel(model, handles or {}), samples, min_sqnr_db, search=search)
+    measurements = Measurements(SingleModel(model, handles or {}), samples)
+    return measurements.measure(min_sqnr_db, search=search)
 
 
-def _measure(
-    program: MeasuredProgram, samples: Sequence[Sample], min_sqnr_db: float, *, search: bool
-) -> PrecisionMeasurement:
-    runs = Runs(program, samples)
-    before = runs.accuracy(frozenset())
-    if worst(before) >= min_sqnr_db or not search:
-        holds = worst(before) >= min_sqnr_db
-        return PrecisionMeasurement(min_sqnr_db, before, before, (), (), holds, runs.flops)
-    losses = runs.losses()
-    chosen, is_minimal = _search(runs, losses, min_sqnr_db)
-    operations = [_operation(runs, losses, unit, chosen) for unit in range(len(runs.units))]
-    everything = frozenset(range(len(runs.units)))
-    return PrecisionMeasurement(
-        min_sqnr_db,
-        before,
-        runs.accuracy(chosen or everything),
-        tuple(operations[unit] for unit in sorted(chosen)),
-        tuple(o for o in operations if o.sqnr_db < min_sqnr_db),
-        is_minimal,
-        runs.flops,
-    )
+class Measurements:
+    """Measurements of a program for one or more targets; no set of operations runs twice.
+
+    Args:
+        program: The program.
+        samples: See ``measure_method``.
+    """
+
+    def __init__(self, program: MeasuredProgram, samples: Sequence[Sample]) -> None:
+        self._runs = Runs(program, samples)
+
+    @cached_property
+    def _losses(self) -> list[Loss]:
+        return self._runs.losses()
+
+    def measure(self, min_sqnr_db: float, *, search: bool = True) -> PrecisionMeasurement:
+        """Measure the program, and search for islands if fp16 misses the target.
+
+        Args:
+            min_sqnr_db: The ratio that every output has to reach.
+            search: Whether to search.
+
+        Raises:
+            CoreMLDelegateError: See ``measure_method``.
+        """
+        runs = self._runs
+        before = runs.accuracy(frozenset())
+        if worst(before) >= min_sqnr_db or not search:
+            holds = worst(before) >= min_sqnr_db
+            return PrecisionMeasurement(min_sqnr_db, before, before, (), (), holds, runs.flops)
+        losses = self._losses
+        chosen, is_minimal = _Search(runs, losses, min_sqnr_db).islands()
+        operations = [_operation(runs, losses, unit, chosen) for unit in range(len(runs.units))]
+        everything = frozenset(range(len(runs.units)))
+        return PrecisionMeasurement(
+            min_sqnr_db,
+            before,
+            runs.accuracy(chosen or everything),
+            tuple(operations[unit] for unit in sorted(chosen)),
+            tuple(o for o in operations if o.sqnr_db < min_sqnr_db),
+            is_minimal,
+            runs.flops,
+        )
 
 
 def _operation(runs: Runs, losses: Sequence[Loss], unit: int, chosen: frozenset[int]) -> Operation:
@@ -208,34 +231,50 @@ class _OutOfRunsError(Exception):
     """The search has no runs left."""
 
 
-def _search(runs: Runs, losses: Sequence[Loss], min_sqnr_db: float) -> tuple[frozenset[int], bool]:
-    """Return units to compute in fp32, and whether none of them can be left out."""
-    best: list[frozenset[int]] = []
+class _Search:
+    """A search for the units of a program that have to compute in fp32."""
 
-    def suffices(units: Iterable[int]) -> bool:
+    def __init__(self, runs: Runs, losses: Sequence[Loss], min_sqnr_db: float) -> None:
+        self._runs = runs
+        self._losses = losses
+        self._target = min_sqnr_db
+        self._limit = runs.count + runs.allowed
+        self._best: frozenset[int] = frozenset()
+
+    def islands(self) -> tuple[frozenset[int], bool]:
+        """Return units to compute in fp32, and whether none of them can return to fp16.
+
+        Without any units, no set reaches the target.
+        """
+        try:
+            sets = _candidates(self._runs, self._losses, self._target)
+            candidates = next(filter(self._suffices, sets), None)
+            if candidates is None:
+                return frozenset(), False
+            by_loss = sorted(candidates, key=lambda unit: (self._losses[unit].sqnr_db, unit))
+            candidates = frozenset(by_loss[: _shortest_prefix(self._suffices, by_loss)])
+            chosen = _reduce(self._suffices, sorted(candidates, key=self._costly_first))
+            # A unit was tried in a larger set, and the errors of two units may cancel.
+            for unit in sorted(chosen, key=self._costly_first):
+                if self._suffices(chosen - {unit}):
+                    chosen -= {unit}
+        except _OutOfRunsError:
+            return self._best, False
+        return chosen, True
+
+    def _costly_first(self, unit: int) -> tuple[int, int]:
+        return -self._runs.units[unit].flops, unit
+
+    def _suffices(self, units: Iterable[int]) -> bool:
+        """Whether the program reaches the target with these units in fp32."""
         chosen = frozenset(units)
-        if runs.count >= MAX_RUNS and chosen not in runs.known:
+        if self._runs.count >= self._limit and chosen not in self._runs.known:
             raise _OutOfRunsError
-        if worst(runs.accuracy(chosen)) < min_sqnr_db:
+        if worst(self._runs.accuracy(chosen)) < self._target:
             return False
-        if not best or len(chosen) < len(best[-1]):
-            best.append(chosen)
+        if not self._best or len(chosen) < len(self._best):
+            self._best = chosen
         return True
-
-    try:
-        candidates = next(filter(suffices, _candidates(runs, losses, min_sqnr_db)), None)
-        if candidates is None:
-            return frozenset(), False
-        by_work = sorted(candidates, key=lambda unit: (runs.units[unit].flops, unit))
-        chosen = _quick_xplain(suffices, (), False, by_work)
-        # The errors of two operations may cancel, so the set is checked one by one.
-        for unit in sorted(chosen, key=lambda unit: (-runs.units[unit].flops, unit)):
-            without = [other for other in chosen if other != unit]
-            if suffices(without):
-                chosen = without
-    except _OutOfRunsError:
-        return best[-1] if best else frozenset(), False
-    return frozenset(chosen), True
 
 
 def _candidates(runs: Runs, losses: Sequence[Loss], min_sqnr_db: float) -> Iterable[frozenset[int]]:
@@ -254,18 +293,34 @@ def _candidates(runs: Runs, losses: Sequence[Loss], min_sqnr_db: float) -> Itera
     yield frozenset(range(len(losses)))
 
 
-def _quick_xplain(
-    suffices: Callable[[Iterable[int]], bool],
-    background: Sequence[int],
-    has_new_background: bool,
-    units: Sequence[int],
-) -> list[int]:
-    """Return a minimal part of ``units`` that suffices together with ``background``."""
-    if not units or (has_new_background and suffices(background)):
-        return []
-    if len(units) == 1:
-        return list(units)
-    half = len(units) // 2
-    first, second = units[:half], units[half:]
-    kept = _quick_xplain(suffices, [*background, *first], True, second)
-    return [*_quick_xplain(suffices, [*background, *kept], bool(kept), first), *kept]
+def _shortest_prefix(suffices: Callable[[Iterable[int]], bool], units: Sequence[int]) -> int:
+    """Return the length of a prefix that suffices, by bisection; ``units`` suffice."""
+    low, high = 0, len(units)
+    while low < high:
+        middle = (low + high) // 2
+        if suffices(units[:middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _reduce(suffices: Callable[[Iterable[int]], bool], units: Sequence[int]) -> frozenset[int]:
+    """Return a part of ``units`` that suffices, from which no unit could be removed in its turn.
+
+    Half of the units are removed at once. If the rest does not suffice, half as many are tried, and
+    after a success twice as many.
+    """
+    rest, size, start = frozenset(units), max(len(units) // 2, 1), 0
+    while start < len(units):
+        removed = units[start : start + size]
+        if suffices(rest - frozenset(removed)):
+            rest -= frozenset(removed)
+            start += len(removed)
+            size *= 2
+        elif len(removed) == 1:
+            start += 1
+            size = 1
+        else:
+            size = len(removed) // 2
+    return rest

@@ -27,8 +27,9 @@ from coreml_delegate.runtime.mil.mixed_precision import (
     fp16_ops,
     in_fp16,
     in_fp32,
+    original_name,
 )
-from coreml_delegate.runtime.mil.program import Function, Op
+from coreml_delegate.runtime.mil.program import Function, Op, Ref
 from coreml_delegate.runtime.mil.widening import widen_function
 from coreml_delegate.runtime.model import Model
 from coreml_delegate.runtime.observation import debug_symbols
@@ -43,6 +44,14 @@ Sample = Sequence[Any]
 
 Outputs = Sequence[object]
 """Outputs of one call, flattened."""
+
+MIN_RUNS, MAX_RUNS = 24, 120
+"""Runs of a search: it then ends with the smallest set that reaches the target so far."""
+
+# Time in units of floating-point operations, at 30 per nanosecond, on one core: an operation is
+# lowered in 70 ms, and takes 0.3 ms in a run beside its arithmetic.
+_FLOPS_OF_A_LOWERED_OPERATION = 2_000_000_000
+_FLOPS_OF_A_STEP = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +109,32 @@ class Runs:
         self._samples = samples
         self.units: list[Unit] = []
         self.flops = 0
-        for number, delegate in enumerate(program.delegates):
-            work = Work(delegate.function)
+        self._estimate([{} for _ in program.delegates])
+        self.known: dict[frozenset[int], Mapping[str, float]] = {}
+
+    def _estimate(self, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+        """Set the units and their work, with the shapes of values of each delegate."""
+        self.units, self.flops = [], 0
+        for number, delegate in enumerate(self._program.delegates):
+            work = Work(delegate.function, shapes[number])
             counts = [work.flops(index) or 0 for index in range(len(delegate.function.block.ops))]
             self.flops += sum(counts)
             self.units += _units(number, delegate, counts, len(self.units))
-        self.known: dict[frozenset[int], Mapping[str, float]] = {}
 
     @property
     def count(self) -> int:
         """Number of runs so far."""
         return len(self.known)
+
+    @property
+    def allowed(self) -> int:
+        """Number of runs that take about as long as a lowering, within limits.
+
+        It depends on the program only, so that results are the same on every machine.
+        """
+        per_run = len(self._samples) * (self.flops + len(self.units) * _FLOPS_OF_A_STEP)
+        lowering = len(self.units) * _FLOPS_OF_A_LOWERED_OPERATION
+        return min(max(lowering // max(per_run, 1), MIN_RUNS), MAX_RUNS)
 
     @cached_property
     def _expected(self) -> list[Outputs]:
@@ -140,7 +164,10 @@ class Runs:
         return self.known[chosen]
 
     def losses(self) -> list[Loss]:
-        """Return the loss of each unit on operands from fp32."""
+        """Return the loss of each unit on operands from fp32.
+
+        Work that depends on the sizes of inputs is known afterwards.
+        """
         watches: list[_Watch] = []
         for number, delegate in enumerate(self._program.delegates):
             units = {
@@ -152,8 +179,9 @@ class Runs:
             watches.append(_Watch(units))
             delegate.use(delegate.mixed.compare(), watches[-1])
         self._run()
-        found = {unit: loss for watch in watches for unit, loss in watch.losses.items()}
-        return [found.get(unit, Loss()) for unit in range(len(self.units))]
+        self._estimate([watch.shapes for watch in watches])
+        losses = {unit: loss for watch in watches for unit, loss in watch.losses.items()}
+        return [losses.get(unit, Loss()) for unit in range(len(self.units))]
 
 
 def _units(number: int, delegate: MeasuredDelegate, flops: Sequence[int], first: int) -> list[Unit]:
@@ -232,6 +260,10 @@ class _Watch:
 
     Args:
         units: Numbers of units by the names of their values.
+
+    Attributes:
+        losses: By number of the unit.
+        shapes: Shapes of the function's values, by name.
     """
 
     def __init__(self, units: Mapping[str, int]) -> None:
@@ -239,9 +271,11 @@ class _Watch:
         self._wide: dict[str, TracedValue] = {}
         self._originals = {in_fp16(name): name for name in units}
         self.losses: dict[int, Loss] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def __call__(self, value: TracedValue) -> None:
         """Receive a value; the value in fp32 comes before its counterpart in fp16."""
+        self._note_shapes(value)
         name = self._originals.get(value.name)
         if name is None:
             self._wide[value.name] = value
@@ -256,6 +290,14 @@ class _Watch:
             original = replace(value.op.outputs[0], name=name)
             op = replace(value.op, outputs=(original, *value.op.outputs[1:]))
             self.losses[unit] = replace(loss, op=op)
+
+    def _note_shapes(self, value: TracedValue) -> None:
+        if value.tensor is not None:
+            self.shapes[original_name(value.name)] = tuple(value.tensor.shape)
+        for parameter, bindings in value.op.inputs.items():
+            for binding, operand in zip(bindings, value.operands.get(parameter, ()), strict=False):
+                if isinstance(binding, Ref) and isinstance(operand, Tensor):
+                    self.shapes[original_name(binding.name)] = tuple(operand.shape)
 
 
 def _loss(op: Op, wide: Tensor, narrow: Tensor) -> Loss:

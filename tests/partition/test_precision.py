@@ -11,14 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from executorch.exir import to_edge
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
+from executorch.exir.backend.partitioner import Partitioner
 from executorch.export import ExportRecipe, export
-from support.cli_models import Exponentials, exponentials
+from support.cli_models import Choice, Exponentials, exponentials
 from support.lowering import Lowered, lower_unchecked
 from support.tolerances import SQNR_FP16_GUARDED, sqnr_db
+from torch.export import ExportedProgram
 
-from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, backend, runtime
 from coreml_delegate.errors import InputError, OptionError, PrecisionError
+from coreml_delegate.lowering import proof
+from coreml_delegate.lowering.build import build_files
 from coreml_delegate.options.compile_options import CompileOptions, Precision
 from coreml_delegate.partition import PrecisionReport
 from coreml_delegate.partition.precision import calls_by_handle
@@ -99,6 +104,116 @@ def test_a_decomposed_program_cannot_be_measured() -> None:
     exported = torch.export.export(Exponentials().eval(), (torch.zeros(2, 16),))
     with pytest.raises(OptionError, match="before it is decomposed"):
         to_edge(exported).to_backend(CoreMLPartitioner(compile_specs=AUTO))
+
+
+def _lower(
+    programs: ExportedProgram | dict[str, ExportedProgram],
+    partitioner: CoreMLPartitioner,
+    *others: Partitioner,
+) -> bytes:
+    config = EdgeCompileConfig(_check_ir_validity=False)
+    partitioners: list[Partitioner] = [partitioner, *others]
+    edge = to_edge_transform_and_lower(programs, partitioner=partitioners, compile_config=config)
+    return bytes(edge.to_executorch().buffer)
+
+
+def test_a_program_without_islands_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    conversions: list[bool] = []
+
+    def counted(*arguments: Any) -> Any:
+        conversions.append(True)
+        return build_files(*arguments)
+
+    monkeypatch.setattr(proof, "build_files", counted)
+    monkeypatch.setattr(backend, "build_files", counted)
+    module = torch.nn.Linear(16, 4).eval()
+    lowered = lower_unchecked(module, (torch.randn(2, 16),), compile_specs=AUTO)
+    assert _precision(lowered).islands == ()
+    assert len(conversions) == 1
+    _lowered()  # once in fp16, and once with islands
+    assert len(conversions) == 3
+
+
+class Shifted(torch.nn.Module):
+    """Constants of three kinds: a tensor in the code, and buffers that are stored or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("stored", torch.full((4,), 0.5))
+        self.register_buffer("derived", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.stored + self.derived * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def test_constants_of_every_kind_are_there_after_a_measurement() -> None:
+    module, x = Shifted().eval(), torch.randn(2, 4)
+    lowered = lower_unchecked(module, (x,), compile_specs=AUTO)
+    assert _precision(lowered).islands == ()
+    program = runtime.load_program(lowered.pte, host="python", engine="reference")
+    (got,) = program.run("forward", [x])
+    assert sqnr_db(module(x).numpy(), got.numpy()) >= SQNR_FP16_GUARDED
+
+
+def test_every_method_is_measured() -> None:
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, 16),)
+    modules = {"loses": Exponentials().eval(), "holds": torch.nn.Linear(16, 4).eval()}
+    partitioner = CoreMLPartitioner(compile_specs=AUTO)
+    pte = _lower({n: torch.export.export(m, inputs) for n, m in modules.items()}, partitioner)
+    loses, holds = (report.precision for report in partitioner.reports)
+    assert loses is not None
+    assert holds is not None
+    assert loses.in_fp32
+    assert not holds.in_fp32
+    program = runtime.load_program(pte, host="python", engine="reference")
+    for name, module in modules.items():
+        with torch.no_grad():
+            expected = module(*inputs)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        for want, got in zip(expected, program.run(name, list(inputs)), strict=True):
+            assert sqnr_db(want.numpy(), got.numpy()) >= SQNR_FP16_GUARDED
+
+
+def test_calls_in_branches_that_run_on_the_cpu_compute_in_fp32() -> None:
+    torch.manual_seed(0)
+    module, x = Choice().eval(), torch.rand(2, 16)
+    partitioner = CoreMLPartitioner(
+        compile_specs=AUTO, node_filter=lambda node: node.target is not torch.ops.higher_order.cond
+    )
+    pte = _lower(torch.export.export(module, (x,)), partitioner)
+    precision = partitioner.report.precision
+    assert precision is not None
+    assert precision.before_db == -math.inf
+    assert precision.is_reached
+    names = [name for call in precision.islands for name in call.nodes]
+    assert all("." in name for name in names), names
+    program = runtime.load_program(pte, host="python", engine="reference")
+    (got,) = program.run("forward", [x])
+    assert sqnr_db(module(x).numpy(), got.numpy()) >= SQNR_FP16_GUARDED
+
+
+def test_delegates_of_another_backend_come_after_a_measurement() -> None:
+    exported = torch.export.export(Exponentials().eval(), (torch.randn(2, 16),))
+    first = XnnpackPartitioner()
+    with pytest.raises(OptionError, match="another backend: got XnnpackBackend"):
+        to_edge_transform_and_lower(
+            exported, partitioner=[first, CoreMLPartitioner(compile_specs=AUTO)]
+        )
+    partitioner = CoreMLPartitioner(compile_specs=AUTO)
+    assert _lower(exported, partitioner, first)
+    assert partitioner.report.precision is not None
+    assert partitioner.report.precision.is_reached
+
+
+def test_islands_of_dynamic_sizes_have_a_share_of_the_work() -> None:
+    torch.manual_seed(0)
+    module, inputs = Exponentials().eval(), (torch.randn(2, 16),)
+    sizes = ({0: torch.export.Dim("rows", min=1, max=8)},)
+    fixed, partitioner = _precision(_lowered()[0]), CoreMLPartitioner(compile_specs=AUTO)
+    _lower(torch.export.export(module, inputs, dynamic_shapes=sizes), partitioner)
+    assert partitioner.report.precision is not None
+    assert partitioner.report.precision.share == pytest.approx(fixed.share)
 
 
 def test_a_plan_measures_nothing() -> None:

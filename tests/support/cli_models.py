@@ -446,8 +446,11 @@ def exponentials():
     return Exponentials(), torch.randn(2, 16)
 
 
-class Unreachable(nn.Module):
-    """Sums that leave the range of fp16 in a branch, whose calls cannot be kept in fp32."""
+class Choice(nn.Module):
+    """Sums that leave the range of fp16 in a branch.
+
+    Inside of a delegate, calls in branches cannot be kept in fp32.
+    """
 
     def forward(self, x):
         def overflow(x):
@@ -457,7 +460,7 @@ class Unreachable(nn.Module):
 
 
 def unreachable():
-    return Unreachable(), torch.rand(2, 16)
+    return Choice(), torch.rand(2, 16)
 
 
 class Doubling(nn.Module):

@@ -361,9 +361,7 @@ def _read_tensor(frame: Frame, slot: int) -> Tensor:
     return value
 
 
-def _add_frees(
-    steps: list[_PlacedStep], own: set[int], read_last: set[int]
-) -> tuple[Entry, ...]:
+def _add_frees(steps: list[_PlacedStep], own: set[int], read_last: set[int]) -> tuple[Entry, ...]:
     """Return the steps with the slots to empty after each; a block empties only its own slots."""
     used_later = set(read_last)
     entries: list[Entry] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -73,10 +72,10 @@ class ReferenceFunction:
         self._outputs = function.output_types()
 
     def variant(self, function: Function) -> ReferenceFunction:
-        """Compile a function that has some ops of this function, as the same objects.
+        """Compile a variant: a function with ops of this function, as the same objects.
 
-        Equal names of both outermost blocks have equal values. The work and memory for the common
-        ops, their constants included, are shared.
+        Equal names of both outermost blocks have equal values. The common ops are compiled once,
+        and both functions use the same constants in memory.
 
         Raises:
             CoreMLDelegateError: See ``ReferenceEngine.compile``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import numpy as np
@@ -26,11 +26,17 @@ from coreml_delegate.runtime.mil.mixed_precision import (
 from coreml_delegate.runtime.mil.widening import widen_function
 from coreml_delegate.runtime.precision import (
     LoweredProgram,
+    Measurements,
+    Method,
     choose_fp32_calls,
     measure_method,
     measure_model,
+    runs,
 )
-from coreml_delegate.runtime.precision.islands import _quick_xplain  # pyright: ignore[reportPrivateUsage]
+from coreml_delegate.runtime.precision.islands import (
+    _reduce,  # pyright: ignore[reportPrivateUsage]
+    _shortest_prefix,  # pyright: ignore[reportPrivateUsage]
+)
 
 TARGET = SQNR_FP16_GUARDED
 
@@ -130,6 +136,41 @@ def test_operations_without_a_name_are_not_reported_as_islands(model: runtime.Mo
     assert "reduce_sum" in {call.operation for call in report.lossy}
 
 
+def test_variants_compute_as_functions_that_are_compiled_alone(model: runtime.Model) -> None:
+    names = [op.outputs[0].name for op in fp16_ops(model.function)]
+    mixed = MixedPrecision(model.function)
+    arrays = {name: X.numpy() for name in model.input_names}
+    for count in (3, len(names), 0, 2):
+        chosen = names[-count:] if count else []
+        variant = model.with_variant(mixed.mix(chosen)).compute(arrays)
+        alone = _run(model, MixedPrecision(model.function).mix(chosen))
+        for name, value in alone.items():
+            np.testing.assert_array_equal(variant[name], value)
+
+
+def test_a_search_that_ends_early_has_the_smallest_set_so_far(
+    pte: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "MIN_RUNS", 2)
+    monkeypatch.setattr(runs, "MAX_RUNS", 2)
+    early = measure_method(pte, [[X]], min_sqnr_db=TARGET)
+    assert early.is_reached
+    assert not early.is_minimal
+    monkeypatch.undo()
+    assert len(early.islands) >= len(measure_method(pte, [[X]], min_sqnr_db=TARGET).islands)
+
+
+def test_a_higher_target_runs_no_set_twice(pte: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    measurements = Measurements(Method(pte, None, "forward"), [[X]])
+    first = measurements.measure(TARGET)
+    assert measurements.measure(TARGET) == first
+    higher = measurements.measure(TARGET + 15)
+    assert higher == measure_method(pte, [[X]], min_sqnr_db=TARGET + 15)
+    monkeypatch.setattr(Method, "run", None)  # fails when called
+    assert measurements.measure(TARGET) == first
+    assert measurements.measure(TARGET + 15) == higher
+
+
 def test_a_program_that_holds_has_no_islands() -> None:
     pte = _pte(lambda x: torch.relu(x) * 2 + 1, X)
     measured = measure_method(pte, [[X]], min_sqnr_db=TARGET)
@@ -162,15 +203,18 @@ def test_a_sample_of_the_wrong_shape_is_refused(pte: bytes) -> None:
         measure_method(pte, [[torch.zeros(3)]], min_sqnr_db=TARGET)
 
 
-@pytest.mark.parametrize("needed", [(), (0,), (3, 4), (1, 8, 15), tuple(range(16))])
-def test_quick_xplain_finds_the_units_that_are_needed(needed: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("needed", [(), (0,), (15,), (3, 4), (1, 8, 15), tuple(range(16))])
+def test_the_candidates_are_reduced_to_the_needed_units(needed: tuple[int, ...]) -> None:
     runs = 0
 
-    def suffices(units: object) -> bool:
+    def suffices(units: Iterable[int]) -> bool:
         nonlocal runs
         runs += 1
-        return set(needed) <= set(units)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return set(needed) <= set(units)
 
-    found = _quick_xplain(suffices, (), False, range(16))
-    assert sorted(found) == list(needed) or not needed
-    assert runs <= 2 * max(len(needed), 1) * (math.log2(16 / max(len(needed), 1)) + 2)
+    assert _shortest_prefix(suffices, range(16)) == max(needed, default=-1) + 1
+    assert runs <= 1 + math.log2(16)
+    runs = 0
+    assert sorted(_reduce(suffices, range(16))) == list(needed)
+    count = max(len(needed), 1)
+    assert runs <= min(2 * count * (math.log2(16 / count) + 1.5), 1.5 * 16)

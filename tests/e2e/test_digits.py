@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
-from support.digits import BATCH, accuracy, digits, predictions, trained
+from support.digits import BATCH, accuracy, digits, predictions, trained, trained_mobilenet
 from support.lowering import PRECISIONS
+from support.tolerances import SQNR_FP16_GUARDED, sqnr_db
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate.options.compile_options import Precision
 
 
 @pytest.mark.share(2)
@@ -25,3 +27,27 @@ def test_accuracy_through_the_delegate_equals_eager(precision, engine):
     program = runtime.load_program(buffer, engine=engine)
     delegated = accuracy(predictions(lambda batch: program.run("forward", [batch])[0]))
     assert abs(delegated - eager) <= 0.005
+
+
+@pytest.mark.parametrize(
+    "network", [trained, pytest.param(trained_mobilenet, marks=pytest.mark.slow)]
+)
+def test_a_trained_network_needs_no_islands(network):
+    model, images = network(), digits().test[:BATCH]
+    eager = accuracy(predictions(model))
+    assert eager > 0.9, "the comparison means something"
+    with torch.no_grad():
+        expected = model(images).numpy()
+    for precision in (Precision.FLOAT16, Precision.AUTO):
+        partitioner = CoreMLPartitioner(
+            compile_specs=CoreMLBackend.generate_compile_specs(compute_precision=precision)
+        )
+        exported = torch.export.export(model, (images,))
+        manager = to_edge_transform_and_lower(exported, partitioner=[partitioner])
+        program = runtime.load_program(manager.to_executorch().buffer, engine="reference")
+        (logits,) = program.run("forward", [images])
+        assert sqnr_db(expected, logits.numpy()) >= SQNR_FP16_GUARDED
+        delegated = accuracy(predictions(lambda batch, p=program: p.run("forward", [batch])[0]))
+        assert abs(delegated - eager) <= 0.005
+    assert partitioner.report.precision.islands == ()
+    assert partitioner.report.precision.before_db >= SQNR_FP16_GUARDED

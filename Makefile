@@ -99,9 +99,11 @@ regressions: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest tests/regressions
 
 # Models that people ship, lowered and compared with PyTorch; writes the page that lists them, in ten
-# minutes.
+# minutes. Architectures that have a row in its table of precisions are not measured again, unless
+# they are named: `python -m models.precision_table NAME`.
 models: $(STAMP)
 	PYTHONPATH=tests $(TEST_ENV) $(BIN)/python -m models.model_table
+	PYTHONPATH=tests $(TEST_ENV) $(BIN)/python -m models.precision_table
 
 # JAX's own harnesses of its primitives, all of them, on both engines: ten minutes on two cores. The
 # table names those that do not pass.

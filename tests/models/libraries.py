@@ -29,7 +29,7 @@ class Outputs(nn.Module):
         return tuple(found[name] for name in self.outputs)
 
 
-def _randomize(model: nn.Module) -> nn.Module:
+def randomize(model: nn.Module) -> nn.Module:
     """Draw what begins as zeros or ones: embeddings of positions, biases and factors of norms.
 
     Results would not depend on zeros.
@@ -43,7 +43,7 @@ def _randomize(model: nn.Module) -> nn.Module:
 
 def _of_transformers(model: str, settings: Any, inputs: dict[str, Tensor], *outputs: str) -> Built:
     module = getattr(transformers(), model)(settings)
-    return Outputs(_randomize(module), tuple(inputs), outputs).eval(), tuple(inputs.values())
+    return Outputs(randomize(module), tuple(inputs), outputs).eval(), tuple(inputs.values())
 
 
 def detr(size: int) -> Built:

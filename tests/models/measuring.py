@@ -19,6 +19,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.partition import DelegationReport
 
 ENGINES = ("openvino", "reference")
 _HALF = (torch.float16, torch.bfloat16)
@@ -48,7 +49,7 @@ def measure(row: Row, precisions: Iterable[Precision], engines: Iterable[str]) -
 
     Args:
         row: The model.
-        precisions: Compute precisions to lower it in; the last is timed.
+        precisions: Compute precisions to lower it in, each anew; the last is timed.
         engines: Engines to run it on.
     """
     model, inputs = row.build()
@@ -56,19 +57,7 @@ def measure(row: Row, precisions: Iterable[Precision], engines: Iterable[str]) -
         expected = _tensors(_in_fp32(model, inputs)(*map(_widened, inputs)))
     seconds, report, decibels = 0.0, None, {}
     for precision in precisions:
-        # Anew for each, as a user has it who lowers once.
-        exported = torch.export.export(model, inputs)
-        specs = CoreMLBackend.generate_compile_specs(compute_precision=precision)
-        partitioner = CoreMLPartitioner(compile_specs=specs)
-        start = time.process_time()
-        manager = to_edge_transform_and_lower(
-            exported,
-            partitioner=[partitioner],
-            compile_config=EdgeCompileConfig(_check_ir_validity=False),
-        )
-        pte = manager.to_executorch().buffer
-        seconds = time.process_time() - start
-        report = partitioner.report
+        pte, report, seconds = _lower(model, inputs, precision)
         for engine in engines:
             actual = runtime.load_program(pte, engine=engine).run("forward", list(inputs))
             order = _by_box if row.picks else list
@@ -78,6 +67,67 @@ def measure(row: Row, precisions: Iterable[Precision], engines: Iterable[str]) -
     return Measured(
         len(report.partitions), len(report.undelegated), seconds, decibels, dict(reasons)
     )
+
+
+@dataclass(frozen=True)
+class MeasuredPrecision:
+    """A row of the table of precisions.
+
+    Attributes:
+        fp16_db: Of the worst output over eager PyTorch, in plain fp16.
+        auto_db: The same with precision ``auto``.
+        islands: Islands of fp32 that ``auto`` makes.
+        calls: Calls in these islands.
+        fp16_seconds: From the exported program to the ``.pte``, in plain fp16, of processor time.
+        auto_seconds: The same with precision ``auto``.
+    """
+
+    fp16_db: float
+    auto_db: float
+    islands: int
+    calls: int
+    fp16_seconds: float
+    auto_seconds: float
+
+
+def measure_precision(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> MeasuredPrecision:
+    """Lower a model in fp16 and with precision ``auto``, and run both on the reference engine."""
+    with torch.no_grad():
+        expected = _tensors(model(*inputs))
+    decibels: dict[Precision, float] = {}
+    seconds: dict[Precision, float] = {}
+    islands, calls = 0, 0
+    for precision in (Precision.FLOAT16, Precision.AUTO):
+        pte, report, seconds[precision] = _lower(model, inputs, precision)
+        actual = runtime.load_program(pte, engine="reference").run("forward", list(inputs))
+        decibels[precision] = worst_db(expected, actual)
+        if report.precision is not None:
+            islands, calls = len(report.precision.islands), len(report.precision.in_fp32)
+    return MeasuredPrecision(
+        decibels[Precision.FLOAT16],
+        decibels[Precision.AUTO],
+        islands,
+        calls,
+        seconds[Precision.FLOAT16],
+        seconds[Precision.AUTO],
+    )
+
+
+def _lower(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], precision: Precision
+) -> tuple[bytes, DelegationReport, float]:
+    """Return the ``.pte`` of a model, the report, and seconds of processor time without export."""
+    exported = torch.export.export(model, inputs)
+    specs = CoreMLBackend.generate_compile_specs(compute_precision=precision)
+    partitioner = CoreMLPartitioner(compile_specs=specs)
+    start = time.process_time()
+    manager = to_edge_transform_and_lower(
+        exported,
+        partitioner=[partitioner],
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+    )
+    pte = bytes(manager.to_executorch().buffer)
+    return pte, partitioner.report, time.process_time() - start
 
 
 def _by_box(detections: Sequence[torch.Tensor]) -> list[torch.Tensor]:

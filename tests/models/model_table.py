@@ -40,7 +40,7 @@ def rows(measured: Mapping[str, Measured]) -> Iterator[str]:
         found = measured[row.name]
         cells = [f"`{row.name}`" if "_" in row.name else row.name, row.origin, row.size]
         cells += [str(found.partitions), str(found.on_cpu)]
-        cells += [_decibels(found.decibels.get(column)) for column in _COLUMNS]
+        cells += [decibels(found.decibels.get(column)) for column in _COLUMNS]
         yield f"| {' | '.join(cells)} | {found.seconds:.1f} s |"
     yield ""
     yield "| model | stays on the CPU | calls | because |"
@@ -50,7 +50,8 @@ def rows(measured: Mapping[str, Measured]) -> Iterator[str]:
             yield f"| {row.name} | `{op}` | {count} | {reason} |"
 
 
-def _decibels(value: float | None) -> str:
+def decibels(value: float | None) -> str:
+    """Return a cell of a table; None is a result that is not compared."""
     if value is None:
         return _NOT_COMPARED
     return _EXACT if value == math.inf else f"{value:.0f} dB"
@@ -62,8 +63,8 @@ def read(text: str) -> dict[str, Measured]:
     for line in text.splitlines():
         cells = [cell.strip(" `") for cell in line.strip("|").split(" | ")]
         if len(cells) == len(_COLUMNS) + 6 and cells[-1].endswith(" s"):
-            name, _, _, partitions, on_cpu, *decibels, seconds = cells
-            stated = zip(_COLUMNS, map(_number, decibels), strict=True)
+            name, _, _, partitions, on_cpu, *ratios, seconds = cells
+            stated = zip(_COLUMNS, map(number, ratios), strict=True)
             known = {column: value for column, value in stated if value is not None}
             found[name] = Measured(int(partitions), int(on_cpu), float(seconds[:-2]), known, {})
         elif len(cells) == 4 and cells[2].isdigit():
@@ -72,7 +73,8 @@ def read(text: str) -> dict[str, Measured]:
     return found
 
 
-def _number(cell: str) -> float | None:
+def number(cell: str) -> float | None:
+    """Return the value of a cell; see ``decibels``."""
     if cell == _NOT_COMPARED:
         return None
     return math.inf if cell == _EXACT else float(re.sub(" dB$", "", cell))
@@ -90,9 +92,9 @@ def main(names: Sequence[str]) -> None:
         if names and row.name not in names and row.name in known:
             continue
         found = measure(row, _PRECISIONS, ENGINES)
-        decibels = {c: v for c, v in found.decibels.items() if not (row.picks and "16" in c[0])}
+        ratios = {c: v for c, v in found.decibels.items() if not (row.picks and "16" in c[0])}
         known[row.name] = Measured(
-            found.partitions, found.on_cpu, found.seconds, decibels, found.reasons
+            found.partitions, found.on_cpu, found.seconds, ratios, found.reasons
         )
         print(row.name, found, flush=True)  # noqa: T201 - the progress of minutes
         gc.collect()

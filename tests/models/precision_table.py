@@ -1,0 +1,87 @@
+"""Writes the table of precisions of ``docs/models.md``: ``make models``.
+
+With names of architectures, it measures only them; without, the architectures that have no row yet.
+The page is written after each.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+
+from models.architectures import ARCHITECTURES
+from models.measuring import MeasuredPrecision, measure_precision
+from models.model_table import PAGE, decibels, number
+from support.generated_sections import with_section
+
+from coreml_delegate.formats.caches import CACHE_VARIABLE
+
+SECTION = "precisions"
+_TITLES = (
+    *("architecture", "from", "fp16", "auto", "islands", "calls in fp32"),
+    *("fp16, lowering", "auto, lowering"),
+)
+
+
+def rows(measured: Mapping[str, MeasuredPrecision]) -> Iterator[str]:
+    """Yield the lines of the table, and a line with its medians.
+
+    Args:
+        measured: By name.
+    """
+    known = [row for row in ARCHITECTURES if row.name in measured]
+    values = [measured[row.name] for row in known]
+    if values:
+        islands = statistics.median(value.islands for value in values)
+        yield (
+            f"{len(values)} architectures: at least {min(v.auto_db for v in values):.0f} dB in "
+            f"`auto`, and {islands:.0f} islands in the median."
+        )
+        yield ""
+    yield f"| {' | '.join(_TITLES)} |"
+    yield f"|{'---|' * len(_TITLES)}"
+    for row, value in zip(known, values, strict=True):
+        cells = [f"`{row.name}`", row.origin, decibels(value.fp16_db), decibels(value.auto_db)]
+        cells += [str(value.islands), str(value.calls)]
+        cells += [f"{value.fp16_seconds:.1f} s", f"{value.auto_seconds:.1f} s"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def read(text: str) -> dict[str, MeasuredPrecision]:
+    """Return the rows that a page has, by name."""
+    measured: dict[str, MeasuredPrecision] = {}
+    section = text.partition(f"<!-- {SECTION} -->")[2].partition(f"<!-- end of {SECTION} -->")[0]
+    for line in section.splitlines():
+        cells = [cell.strip(" `") for cell in line.strip("|").split(" | ")]
+        if len(cells) == len(_TITLES) and cells[-1].endswith(" s"):
+            fp16, auto = number(cells[2]), number(cells[3])
+            assert fp16 is not None
+            assert auto is not None
+            seconds = [float(cell.removesuffix(" s")) for cell in cells[6:]]
+            measured[cells[0]] = MeasuredPrecision(
+                fp16, auto, int(cells[4]), int(cells[5]), seconds[0], seconds[1]
+            )
+    return measured
+
+
+def main(names: Sequence[str]) -> None:
+    """Measure architectures, and write the page after each."""
+    for row in ARCHITECTURES:
+        text = PAGE.read_text("utf-8")
+        known = read(text)
+        if row.name not in names if names else row.name in known:
+            continue
+        known[row.name] = measure_precision(*row.build())
+        PAGE.write_text(with_section(text, SECTION, rows(known)), "utf-8")
+        print(row.name, known[row.name], flush=True)  # noqa: T201 - the progress of minutes
+        gc.collect()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[CACHE_VARIABLE] = folder  # conversions are timed, not found
+        main(sys.argv[1:])

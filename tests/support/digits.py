@@ -1,4 +1,4 @@
-"""Networks trained here on real data, scikit-learn's handwritten digits."""
+"""A small network trained here on real data, scikit-learn's handwritten digits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-
-from coreml_delegate.scripts.inputs.vision import import_torchvision
 
 BATCH = 100
 
@@ -87,31 +85,6 @@ def trained(*, norms: bool = True) -> DigitsNet:
     torch.manual_seed(0)
     model = DigitsNet(norms=norms)
     train(model, epochs=15)
-    return model.eval()
-
-
-class DigitsMobileNet(nn.Module):
-    """MobileNet V3 small for [N, 1, 8, 8] digits, enlarged to 32 x 32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        build = import_torchvision().models.mobilenet_v3_small
-        self.network = build(weights=None, num_classes=10, dropout=0.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        image = nn.functional.interpolate(x, scale_factor=4.0)
-        return self.network(image.expand(-1, 3, -1, -1))
-
-
-@functools.cache
-def trained_mobilenet() -> nn.Module:
-    """MobileNet V3 small after training, in eval mode; not to be modified."""
-    torch.manual_seed(0)
-    model = DigitsMobileNet()
-    for layer in model.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.momentum = 0.1  # torchvision's 0.01 is for more steps than these
-    train(model, epochs=8)
     return model.eval()
 
 

@@ -7,7 +7,11 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
-from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.exir import (
+    EdgeCompileConfig,
+    ExecutorchBackendConfig,
+    to_edge_transform_and_lower,
+)
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, TensorArgument
 
@@ -41,6 +45,7 @@ def lower_methods(
     constants: Mapping[str, Any] | None = None,
     *,
     generate_etrecord: bool = False,
+    write_in_place: bool = False,
 ) -> Any:
     """Lower the methods of one program; the partitioner stores their reports.
 
@@ -49,6 +54,8 @@ def lower_methods(
         partitioner: The partitioner of all methods.
         constants: Values of constant methods by name, or None.
         generate_etrecord: Whether ExecuTorch stores the graphs for its Inspector.
+        write_in_place: Whether ExecuTorch's kernels write rows of a mutable buffer in place, not
+            into a copy.
 
     Returns:
         ExecuTorch's program manager, which writes the ``.pte`` and has the ETRecord.
@@ -74,7 +81,9 @@ def lower_methods(
             report.require_lowerable()
         for name, before in bounds.items():
             _check_bounds(before, _bounds(edge.exported_program(name)))
-        return edge.to_executorch()
+        return edge.to_executorch(
+            ExecutorchBackendConfig(run_reinplace_pass=True) if write_in_place else None
+        )
 
 
 def plan(program: ExportedProgram, partitioner: CoreMLPartitioner) -> DelegationReport:

@@ -27,6 +27,9 @@ _LARGEST = 2**63 - 1
 SAMPLES = 4
 """Number of random inputs to compare on, unless ``--samples`` gives one."""
 
+TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model")
+"""Files of a checkpoint that ExecuTorch's runners read as its tokenizer, best first."""
+
 EXTERNAL_SUFFIX = ".ptd"
 """Suffix of external data of a ``.pte``."""
 
@@ -300,6 +303,11 @@ def check_output(path: Path, *, force: bool, is_folder: bool = False) -> None:
         raise OptionError(f"output is not a {kind}", got=str(path))
     if path.exists() and not force:
         raise OptionError("output exists", got=str(path), remedy="Pass --force to replace it")
+
+
+def beside(program: Path, name: str) -> Path:
+    """Return the path of a file that belongs to a program: ``model.tokenizer.json``."""
+    return program.with_name(f"{program.stem}.{name}")
 
 
 def check_outputs(paths: Iterable[Path | None], *, force: bool) -> None:

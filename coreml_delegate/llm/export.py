@@ -1,19 +1,11 @@
 """Export of a decoder to a ``.pte``: quantized weights, exported methods, lowering.
 
-``decode`` takes one token, ``prefill`` a chunk of tokens, padded at its end. Both take the position
-of their first token and the caches, and return logits and the keys and values of their own tokens
-only, which the caller writes into the caches: no step copies a cache out of the model. Layers with
-recurrent states return the new states.
+``decoder_methods.py`` has the methods. With a selection (``candidates.py``) they return tokens in
+place of logits. Each adapter has the same methods again, with its name as a suffix, and shares the
+decoder's weights.
 
-With a selection (``candidates.py``) the methods return tokens in place of logits. Each adapter has
-the same methods again, with its name as a suffix, and shares the decoder's weights.
-
-``forward`` holds the caches as buffers, which become Core ML states, and otherwise takes the inputs
-of ``prefill``. It is the only method, because methods share no state on a device; a single token is
-a chunk of one token and padding.
-
-For a model that reads images, these methods take embeddings in place of tokens. Two more methods
-compute them: ``vision`` of an image, ``embed`` of tokens.
+For a model that reads images, the methods take embeddings in place of tokens. Two more methods
+compute them, of an image and of tokens.
 """
 
 from __future__ import annotations
@@ -24,14 +16,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from coreml_delegate.errors import LoweringError, OptionError
-from coreml_delegate.llm.attention import Call
-from coreml_delegate.llm.caches import buffer_caches, input_caches, new_tensors
-from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.decoder_methods import (
+    Decode,
+    Forward,
+    Prefill,
+    StandardEmbedding,
+    StandardForward,
+    keep_sizes_static,
+)
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
 from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import CacheKind, Layout
@@ -114,20 +111,43 @@ def export_methods(
     read_weights(decoder)
     exported: dict[str, ExportedProgram] = {}
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
-        for method, (module, inputs) in decoder.input_methods(layout.chunk).items():
-            exported[method] = torch.export.export(module.eval(), inputs)
+        inputs_of_decoder = _input_modules(decoder, layout)
+        for method, (module, inputs) in zip(layout.input_methods, inputs_of_decoder, strict=True):
+            exported[method] = _export(module, inputs, layout)
         for adapter in (None, *adapters):
             name = None if adapter is None else adapter.name
             modules = _method_modules(decoder, layout, name)
             with attached(decoder, adapter):
                 for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
-                    exported[method] = torch.export.export(module.eval(), inputs)
+                    exported[method] = _export(module, inputs, layout)
     for program in exported.values():
         sort_choices(program)
         _drop_unread_numbers(program)
         if layout.image is not None:
             drop_unused_buffers(program)
     return exported
+
+
+def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], layout: Layout) -> ExportedProgram:
+    """Export a method; tokens of standard methods have a range of sizes."""
+    if not isinstance(module, StandardForward | StandardEmbedding):
+        return torch.export.export(module.eval(), inputs)
+    sizes = [None] * (len(inputs) - 1)
+    count = Dim("tokens", max=layout.chunk) if layout.chunk > 1 else 1
+    program = torch.export.export(module.eval(), inputs, dynamic_shapes=({1: count}, *sizes))
+    keep_sizes_static(program)
+    return program
+
+
+def _input_modules(
+    decoder: Decoder, layout: Layout
+) -> list[tuple[nn.Module, tuple[torch.Tensor, ...]]]:
+    """Return the modules of the methods that compute the decoder's inputs, with example inputs."""
+    modules = list(decoder.input_methods(layout.chunk).values())
+    if layout.standard and modules:
+        _, (_, (tokens,)) = modules
+        modules[1] = (StandardEmbedding(decoder.embedding, layout.chunk), (tokens,))
+    return modules
 
 
 def _method_modules(
@@ -137,9 +157,11 @@ def _method_modules(
     # Two tensors, because torch.export merges inputs that are the same object.
     position, last = torch.tensor([0]), torch.tensor([0])
     chunk = decoder.inputs(layout.chunk)
+    # Methods share no state, so their buffers need different names.
+    suffix = "" if adapter is None else f"_{adapter}"
+    if layout.standard:
+        return [(StandardForward(decoder, layout, suffix=suffix), (chunk, position))]
     if layout.cache is CacheKind.STATE:
-        # Methods share no state, so their buffers need different names.
-        suffix = "" if adapter is None else f"_{adapter}"
         forward = Forward(
             decoder, layout.chunk, layout.context, selection=layout.selection, suffix=suffix
         )
@@ -163,7 +185,12 @@ def lower(
         CoreMLDelegateError: The partitioner or the backend refuses the model.
         LoweringError: ExecuTorch fails; the cause is chained.
     """
-    return lower_methods(methods, partitioner, layout.constants())
+    return lower_methods(
+        methods,
+        partitioner,
+        layout.constants(),
+        write_in_place=layout.cache is CacheKind.BUFFER,
+    )
 
 
 def drop_unused_buffers(program: ExportedProgram) -> None:
@@ -195,123 +222,6 @@ def _drop_unread_numbers(program: ExportedProgram) -> None:
             if node.target in _CHECKS:
                 program.graph.erase_node(node)
         program.graph.eliminate_dead_code()
-
-
-class _Method(nn.Module):
-    def __init__(self, decoder: Decoder, selection: Selection | None = None) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.selection = selection
-
-    def _advance(
-        self,
-        tokens: torch.Tensor,
-        position: torch.Tensor,
-        caches: Sequence[torch.Tensor],
-        last: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        call, decoder = Call(), self.decoder
-        cache = input_caches(
-            decoder.layers,
-            caches,
-            position,
-            call,
-            length=tokens.shape[1],
-            ordered=decoder.ordered,
-            last=last,
-        )
-        logits = decoder.advance(tokens, position, cache, call, last)
-        return (*_select(logits, self.selection), *new_tensors(cache))
-
-
-class Decode(_Method):
-    """Method ``decode``: one token."""
-
-    def forward(
-        self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Return logits [1, V], then each layer's new cache tensors.
-
-        These are the keys and values [1, kv_heads, 1, head_dim] of the token, or the new states.
-
-        Args:
-            tokens: [1, 1], int64.
-            position: [1], int64: number of tokens in the caches.
-            caches: Cache tensors, layer by layer; keys and values are [1, kv_heads, S, head_dim].
-        """
-        return self._advance(tokens, position, caches)
-
-
-class Prefill(_Method):
-    """Method ``prefill``: a chunk of tokens."""
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        position: torch.Tensor,
-        last: torch.Tensor,
-        caches: Sequence[torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        """Return logits [1, V] of one token, then new cache tensors as ``Decode``.
-
-        Args:
-            tokens: [1, L], int64; padding after the last token is ignored.
-            position: [1], int64: number of tokens in the caches.
-            last: [1], int64: index of the last token.
-            caches: As for ``Decode``.
-        """
-        return self._advance(tokens, position, caches, last)
-
-
-class Forward(nn.Module):
-    """Method ``forward``: a chunk of tokens; the caches are buffers.
-
-    No token attends to keys of padding: the tokens at these positions overwrite them first. The
-    caches have room for padding after the last token of the context.
-
-    Args:
-        length: Number of tokens of a chunk.
-        context: Number of tokens of the longest text.
-        selection: Tokens to return in place of logits; None for logits.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        length: int,
-        context: int,
-        *,
-        selection: Selection | None = None,
-        suffix: str = "",
-    ) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.selection = selection
-        self._names: list[str] = []
-        for index, layer in enumerate(decoder.layers):
-            for kind, empty in layer.empty(context, length - 1).items():
-                self._names.append(f"{kind}_{index}{suffix}")
-                self.register_buffer(self._names[-1], empty)
-
-    def forward(
-        self, tokens: torch.Tensor, position: torch.Tensor, last: torch.Tensor
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return logits [1, V] of one token, or the selection's results.
-
-        Args:
-            tokens: [1, L], int64; padding after the last token is ignored.
-            position: [1], int64: number of tokens before.
-            last: [1], int64: index of the last token.
-        """
-        decoder = self.decoder
-        buffers = [self.get_buffer(name) for name in self._names]
-        cache = buffer_caches(decoder.layers, buffers, position, length=tokens.shape[1], last=last)
-        logits = decoder.advance(tokens, position, cache, Call(), last)
-        return logits if self.selection is None else self.selection.select(logits)
-
-
-def _select(logits: torch.Tensor, selection: Selection | None) -> tuple[torch.Tensor, ...]:
-    return (logits,) if selection is None else selection.select(logits)
 
 
 def _quantize(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import enum
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError, ProgramError
 from coreml_delegate.llm.candidates import Candidates, Selection
 from coreml_delegate.llm.images import refuse_images
-from coreml_delegate.llm.layout import DECODE, EMBED, ENCODE, VISION, CacheKind, Layout
+from coreml_delegate.llm.layout import DECODE, ENCODE, CacheKind, Layout
 from coreml_delegate.llm.source import Source, SourceKind
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.program.plan import TensorSpec
@@ -150,7 +150,7 @@ class Generator:
         ending: Why the last generated text ended; None before the first.
 
     Raises:
-        ProgramError: The program is no language model exported by this package.
+        ProgramError: The program is no language model of this package or for ExecuTorch's runners.
         OptionError: It has no such adapter.
     """
 
@@ -163,6 +163,9 @@ class Generator:
         self._program = program
         self.layout = Layout.read(program.method_names, lambda name: program.run(name, []))
         self._methods = self.layout.methods_of(adapter)
+        if not self.layout.vocabulary:
+            (logits,) = program.program.method(self._methods[-1]).output_specs[:1]
+            self.layout = replace(self.layout, vocabulary=_sizes(logits)[-1])
         self._caches = self._empty_caches()
         self._source: list[torch.Tensor] = []  # results of encode, further inputs of the decoder
         self._position = 0
@@ -207,8 +210,7 @@ class Generator:
             InputError: The model has no encoder.
         """
         self._require_source()
-        spec = self._program.program.method(ENCODE).input_specs[0]
-        return spec.shape if isinstance(spec, TensorSpec) else ()
+        return _sizes(self._program.program.method(ENCODE).input_specs[0])
 
     def reset(self) -> None:
         """Begin a new text; an encoder-decoder model keeps its source.
@@ -393,7 +395,7 @@ class Generator:
         start = 0
         positions = (indices == self.layout.image.token).nonzero().flatten().tolist()
         for position, pixels in zip(positions, images or (), strict=False):
-            (image,) = self._run(VISION, [pixels.float()])
+            (image,) = self._run(self.layout.input_methods[0], [pixels.float()])
             parts += [rows[start:position], image[0]]
             start = position + 1
         return torch.cat([*parts, rows[start:]])
@@ -402,7 +404,9 @@ class Generator:
         """Return the embeddings [L, width] of tokens [L], at most a chunk."""
         chunk = torch.zeros(1, self.layout.chunk, dtype=torch.long)
         chunk[0, : len(tokens)] = tokens
-        (rows,) = self._run(EMBED, [chunk])
+        if self.layout.standard:
+            chunk = chunk[:, : len(tokens)]
+        (rows,) = self._run(self.layout.input_methods[1], [chunk])
         return rows[0, : len(tokens)]
 
     def _require_source(self) -> Source:
@@ -459,6 +463,8 @@ class Generator:
         Returns:
             The results without the caches: logits [1, V], or the results of the layout's selection.
         """
+        if self.layout.standard:
+            return [self._standard_logits(inputs)]
         count, at = len(inputs), torch.tensor([self._position])
         if count == 1 and self.layout.cache is CacheKind.IO:
             arguments = [inputs[None], at, *self._caches, *self._source]
@@ -478,11 +484,36 @@ class Generator:
         self._position += count
         return results[:first_cache]
 
+    def _standard_logits(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Call ``forward`` once; return the logits [1, V] of the last token.
+
+        Other exporters take the position of every token in place of the first one's, and may
+        return the logits of all tokens.
+        """
+        count, method = len(inputs), self._methods[0]
+        specs = self._program.program.method(method).input_specs
+        if len(specs) != 2:
+            raise ProgramError(
+                "the program is no language model with a cache",
+                got=f"{len(specs)} inputs of {method}",
+                expected="tokens and their position",
+            )
+        positions = torch.arange(self._position, self._position + count)
+        if _sizes(specs[1]) == (1,):
+            positions = positions[:1]
+        arguments = [
+            tensor.to(spec.dtype) if isinstance(spec, TensorSpec) else tensor
+            for tensor, spec in zip((inputs[None], positions), specs, strict=True)
+        ]
+        logits = self._run(method, arguments)[0]
+        self._position += count
+        return logits.reshape(1, -1, logits.shape[-1])[:, -1]
+
     def _run(self, method: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.as_tensor(value) for value in self._program.run(method, inputs)]
 
     def _empty_caches(self) -> list[torch.Tensor]:
-        if self.layout.cache is CacheKind.STATE:
+        if self.layout.cache is not CacheKind.IO:
             return []
         program = self._program.program
         inputs = program.method(DECODE).input_specs[2:]
@@ -492,6 +523,10 @@ class Generator:
         specs = [spec for spec in inputs if isinstance(spec, TensorSpec)]
         require_memory(sum(spec.nbytes for spec in specs), "the caches")
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
+
+
+def _sizes(spec: object) -> tuple[int, ...]:
+    return spec.shape if isinstance(spec, TensorSpec) else ()
 
 
 def _checked_spectrogram(

@@ -1,7 +1,12 @@
-"""Constants in a language model's ``.pte``, which let it run without other files.
+"""Methods and constants of a language model's ``.pte``, which let it run without other files.
 
 Each constant is a method without inputs, with the name that ExecuTorch's own language models use,
 if they have it.
+
+The *standard* layout is what ExecuTorch's runners call (``extension/llm/runner``: the C++ class
+``TextLLMRunner``, Swift's ``TextRunner``, and ``MultimodalRunner`` for images): one method with two
+inputs, tokens and the position of the first, whose caches stay in the program. The other layout
+has methods with more inputs, for callers that hold the caches.
 """
 
 from __future__ import annotations
@@ -22,9 +27,18 @@ PREFILL = "prefill"
 FORWARD = "forward"
 VISION = "vision"
 EMBED = "embed"
+TEXT_DECODER = "text_decoder"
+VISION_ENCODER = "vision_encoder"
+TOKEN_EMBEDDING = "token_embedding"
 
 _VERSION = 2  # of the inputs and outputs of the methods
 _NEWEST = 3  # of files with constants that readers of version 2 do not know
+
+_VERSION_CONSTANT = "get_llm_layout_version"
+_REQUIRED = "get_max_seq_len"  # by ExecuTorch's runners
+
+STANDARD = "standard"
+METHODS = "methods"
 
 _OPTIONAL = (
     "get_bos_id",
@@ -36,10 +50,18 @@ _OPTIONAL = (
 
 
 class CacheKind(enum.Enum):
-    """Where the caches are: inputs and outputs of the methods, or Core ML states."""
+    """Where the caches are."""
 
     IO = "io"
+    """Inputs and outputs of the methods."""
     STATE = "state"
+    """Core ML states."""
+    BUFFER = "buffer"
+    """Mutable buffers of ExecuTorch: inputs and outputs of the Core ML model."""
+
+
+_STANDARD_CACHES = (CacheKind.STATE, CacheKind.BUFFER)
+_METHODS_CACHES = (CacheKind.IO, CacheKind.STATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +69,10 @@ class Layout:
     """How to call an exported decoder.
 
     Attributes:
-        vocabulary: Number of tokens.
+        vocabulary: Number of tokens; 0 if another exporter does not say it.
         context: Number of tokens that the caches hold.
-        chunk: Number of tokens that a call of ``prefill`` or ``forward`` takes.
+        chunk: Number of tokens that a call of ``prefill`` or ``forward`` takes, at most this
+            number in the standard layout.
         cache: Kind of the caches.
         bos: Token that begins a text, or None.
         eos: Tokens that end a text.
@@ -59,10 +82,11 @@ class Layout:
         replaced: Indices of the caches that each call replaces as a whole; all other caches have a
             row per token.
         source: Source of an encoder-decoder model; None for a decoder-only model.
+        standard: Whether ExecuTorch's runners can call the program.
 
     Raises:
-        OptionError: A model that reads images or has an encoder has adapters; or a model with an
-            encoder selects tokens.
+        OptionError: A model that reads images or has an encoder has adapters; a model with an
+            encoder selects tokens; or the layout cannot hold its caches or results.
     """
 
     vocabulary: int
@@ -76,8 +100,23 @@ class Layout:
     image: ImageInput | None = None
     replaced: tuple[int, ...] = ()
     source: Source | None = None
+    standard: bool = False
 
     def __post_init__(self) -> None:
+        kinds = _STANDARD_CACHES if self.standard else _METHODS_CACHES
+        if self.cache not in kinds:
+            raise OptionError(
+                "the layout does not have such caches",
+                got=f"{self.cache.value} in the layout {self.name}",
+                expected=" or ".join(kind.value for kind in kinds),
+                remedy="Choose another --cache or --layout",
+            )
+        if self.standard and (self.selection is not None or self.source is not None):
+            raise OptionError(
+                "ExecuTorch's runners take logits of a model without an encoder",
+                got=str(self.selection or "a model with an encoder"),
+                remedy="Export it with --layout methods",
+            )
         if self.adapters and self.input_methods:
             raise OptionError(
                 "adapters of a model that reads images or has an encoder are not supported",
@@ -92,11 +131,18 @@ class Layout:
             )
 
     @property
+    def name(self) -> str:
+        """Name of the layout, as ``--layout`` has it."""
+        return STANDARD if self.standard else METHODS
+
+    @property
     def input_methods(self) -> tuple[str, ...]:
         """Names of the methods that compute inputs of the decoding methods."""
         if self.source is not None:
             return (ENCODE,)
-        return () if self.image is None else (VISION, EMBED)
+        if self.image is None:
+            return ()
+        return (VISION_ENCODER, TOKEN_EMBEDDING) if self.standard else (VISION, EMBED)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -120,7 +166,9 @@ class Layout:
                 expected=near_matches(adapter, self.adapters) if self.adapters else None,
                 remedy=None if self.adapters else "Export it with --adapter",
             )
-        names = (FORWARD,) if self.cache is CacheKind.STATE else (DECODE, PREFILL)
+        names = (DECODE, PREFILL) if self.cache is CacheKind.IO else (FORWARD,)
+        if self.standard and self.image is not None:
+            names = (TEXT_DECODER,)
         return names if adapter is None else tuple(f"{name}_{adapter}" for name in names)
 
     @property
@@ -130,8 +178,11 @@ class Layout:
 
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
+        form = (
+            {"enable_dynamic_shape": True} if self.standard else {_VERSION_CONSTANT: self.version}
+        )
         return {
-            "get_llm_layout_version": self.version,
+            **form,
             "get_vocab_size": self.vocabulary,
             "get_max_context_len": self.context,
             "get_max_seq_len": self.chunk,
@@ -161,18 +212,20 @@ class Layout:
             call: Runs a method without inputs; returns its outputs.
 
         Raises:
-            ProgramError: The program is no language model exported by this package, or a newer one.
+            ProgramError: The program is no language model of a known layout, or of a newer version.
         """
         names = set(method_names)
+        if _REQUIRED in names and _VERSION_CONSTANT not in names:
+            return cls._read_standard(names, call)
         required = cls(0, 0, 0, CacheKind.IO).constants()
         missing = sorted(required.keys() - names)
         if missing:
             raise ProgramError(
-                "the program is not a language model exported by this package",
+                "the program is not a language model for ExecuTorch's runners or of this package",
                 got=f"no method {missing[0]}",
                 remedy="Export it with coreml-delegate export-llm",
             )
-        (version,) = call("get_llm_layout_version")
+        (version,) = call(_VERSION_CONSTANT)
         if not _VERSION <= version <= _NEWEST:
             raise ProgramError(
                 "the program was exported by another version of this package",
@@ -189,7 +242,7 @@ class Layout:
             chunk=int(values["get_max_seq_len"][0]),
             cache=CacheKind(values["get_cache_kind"][0]),
             bos=int(values["get_bos_id"][0]) if "get_bos_id" in values else None,
-            eos=tuple(int(token) for token in values["get_eos_ids"]),
+            eos=tuple(map(int, values["get_eos_ids"])),
             selection=Selection.parse(values["get_selection"][0])
             if "get_selection" in values
             else None,
@@ -197,4 +250,25 @@ class Layout:
             image=ImageInput.read(names, call),
             replaced=tuple(map(int, values.get("get_replaced_caches", ()))),
             source=Source.read(values),
+        )
+
+    @classmethod
+    def _read_standard(cls, names: set[str], call: Callable[[str], Sequence[Any]]) -> Layout:
+        """Read the standard layout, also of other exporters, which leave out some constants."""
+
+        def value(name: str, default: Any) -> Any:
+            return call(name)[0] if name in names else default
+
+        length = int(call(_REQUIRED)[0])
+        bos = value("get_bos_id", None)
+        return cls(
+            vocabulary=int(value("get_vocab_size", 0)),
+            context=int(value("get_max_context_len", length)),
+            chunk=length if value("enable_dynamic_shape", False) else 1,
+            cache=CacheKind(value("get_cache_kind", CacheKind.BUFFER.value)),
+            bos=None if bos is None else int(bos),
+            eos=tuple(map(int, call("get_eos_ids"))) if "get_eos_ids" in names else (),
+            adapters=tuple(map(str, call("get_adapters"))) if "get_adapters" in names else (),
+            image=ImageInput.read(names, call),
+            standard=True,
         )

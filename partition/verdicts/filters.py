@@ -30,7 +30,7 @@ NodePredicate = Callable[[Node], bool]
 _MAX_LISTED = 12  # names that an error lists in full
 
 
-def do_not_delegate(node: Node) -> None:
+def do_not_delegate(node: Node, reason: str | None = None) -> None:
     """Keep one call of an exported program, and its decomposition, on the CPU.
 
     The mark is part of the program: it applies to every partitioner and survives
@@ -38,6 +38,7 @@ def do_not_delegate(node: Node) -> None:
 
     Args:
         node: A call in the graph of an ``ExportedProgram``.
+        reason: Why, for the report; None names this function.
 
     Raises:
         OptionError: The node is no call.
@@ -46,7 +47,7 @@ def do_not_delegate(node: Node) -> None:
         raise OptionError("only calls are delegated", got=f"{node.name}, a node of kind {node.op}")
     node = owning_call(node)
     # A new dictionary: traced nodes share theirs.
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: True}
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), MARK: reason or True}
 
 
 class NodeFilter(Protocol):
@@ -63,8 +64,11 @@ class Marked:
 
     def refusal(self, node: Node, /) -> Reason | None:
         """See ``NodeFilter``."""
-        if not (node.meta.get("custom") or {}).get(MARK):
+        mark = (node.meta.get("custom") or {}).get(MARK)
+        if not mark:
             return None
+        if isinstance(mark, str):
+            return Reason(ReasonCode.SKIPPED, mark)
         return _exclusion("marked by do_not_delegate", remedy="Do not mark it")
 
 

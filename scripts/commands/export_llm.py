@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
 from coreml_delegate.scripts import arguments, console
-from coreml_delegate.scripts.arguments import check_output, new_output
+from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command, add_number, add_path
+from coreml_delegate.targets import Opset
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner
 
 _CONTEXT = 2048  # tokens
-_CHUNK = {"io": 64, "state": 8}
+_CHUNK = {"io": 64, "state": 8, "buffer": 8}
 _ANSWER_CHUNK = 8  # of encoder-decoder models, whose prompts have few tokens
 _GROUP = 32
 _BYTES = {
@@ -34,7 +35,8 @@ _BYTES = {
     Precision.AUTO: 2,
     Precision.FLOAT32: 4,
 }  # of an element that is not quantized
-CACHES = ("io", "state")
+CACHES = ("io", "state", "buffer")
+LAYOUTS = ("standard", "methods")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "--prefill-chunk",
         "N",
-        "tokens that one call takes; with --cache state single tokens are padded to it, too "
-        f"(default: {_CHUNK['io']}, with --cache state {_CHUNK['state']}; of an encoder-decoder "
+        "tokens that one call takes; unless caches are inputs, single tokens are padded to it, too "
+        f"(default: {_CHUNK['state']}, with --cache io {_CHUNK['io']}; of an encoder-decoder "
         f"model {_ANSWER_CHUNK})",
     )
     add_number(
@@ -76,11 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the model's own maximum, at most 1024; 512 if it has none)",
     )
     parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        help="methods of the file: the one that ExecuTorch's runners call (standard, the "
+        "default), or several with further inputs (methods, the default of encoder-decoder "
+        "models, with --sample-in-model and with --cache io)",
+    )
+    parser.add_argument(
         "--cache",
         choices=CACHES,
-        default="io",
-        help="where keys and values of earlier tokens are kept: in inputs and outputs (io, the "
-        "default), or in a Core ML state",
+        help="where keys and values of earlier tokens are kept: in Core ML states (state, the "
+        "default from iOS18 on), in mutable buffers of ExecuTorch (buffer), or in inputs and "
+        "outputs (io, the default of --layout methods)",
     )
     parser.add_argument(
         "--sample-in-model",
@@ -133,7 +142,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if (args.checkpoint is None) == (args.random is None):
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
-    check_output(args.output, force=args.force)
+    tokenizer = _tokenizer(args)
+    check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.adapters import read_adapters
         from coreml_delegate.llm.export import lower, quantize_weights
@@ -156,11 +166,24 @@ def run(args: argparse.Namespace) -> int:
         program = lower(methods, layout, partitioner)
     with new_output(args.output, force=args.force) as file:
         program.write_to_file(file)
+    for path, source in tokenizer.items():
+        with new_output(path, force=args.force) as file:
+            file.write(source.read_bytes())
     _report(args, parameters, decoder, layout, adapters, partitioner)
     if not args.allow_missing_kernels:
         for report in partitioner.reports:
             report.require_kernels()
     return 0
+
+
+def _tokenizer(args: argparse.Namespace) -> dict[Path, Path]:
+    """Return where the checkpoint's tokenizer is copied, if it has one, with its source."""
+    folder: Path | None = args.checkpoint
+    if folder is None:
+        return {}
+    sources = ((name, folder / name) for name in arguments.TOKENIZERS)
+    found = next(((name, source) for name, source in sources if source.is_file()), None)
+    return {} if found is None else {arguments.beside(args.output, found[0]): found[1]}
 
 
 def _model(
@@ -204,19 +227,38 @@ def _model(
         if folder is None
         else load_decoder(folder, config, context=context)
     )
+    standard, cache = _form(args, selection)
+    image = image_input(decoder, preparation)
+    chunk = min(args.prefill_chunk or _CHUNK[cache], context)
+    if standard and image is not None:  # runners pass an image in one call
+        chunk = max(chunk, image.positions)
     layout = Layout(
         vocabulary=decoder.vocabulary,
         context=context,
-        chunk=min(args.prefill_chunk or _CHUNK[args.cache], context),
-        cache=CacheKind(args.cache),
+        chunk=chunk,
+        cache=CacheKind(cache),
         bos=decoder.bos,
         eos=end_tokens(config, folder),
         selection=selection,
         adapters=names,
-        image=image_input(decoder, preparation),
-        replaced=decoder.replaced if args.cache == "io" else (),
+        image=image,
+        replaced=decoder.replaced if cache == "io" else (),
+        standard=standard,
     )
     return decoder, layout
+
+
+def _form(args: argparse.Namespace, selection: Selection | None) -> tuple[bool, str]:
+    """Return whether the layout is standard, and the kind of the caches."""
+    layout = args.layout or ("methods" if selection or args.cache == "io" else "standard")
+    if layout == "methods":
+        return False, args.cache or "io"
+    has_states = _target(args) >= Opset.iOS18
+    return True, args.cache or ("state" if has_states else "buffer")
+
+
+def _target(args: argparse.Namespace) -> Opset:
+    return args.deployment_target or Opset.iOS18  # methods share weights from here on
 
 
 def _encoder_decoder(
@@ -229,7 +271,13 @@ def _encoder_decoder(
     )
     from coreml_delegate.llm.layout import CacheKind, Layout
 
-    if args.cache != CacheKind.IO.value:
+    if args.layout == "standard":
+        raise OptionError(
+            "ExecuTorch's runners of language models take no model with an encoder",
+            got="--layout standard",
+            expected="--layout methods",
+        )
+    if args.cache not in (None, CacheKind.IO.value):
         raise OptionError(
             "an encoder-decoder model has several methods, which share no state on a device",
             got=f"--cache {args.cache}",
@@ -279,11 +327,10 @@ def _export(
 
 def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
     from coreml_delegate.backend import CoreMLBackend
+    from coreml_delegate.llm.layout import CacheKind
     from coreml_delegate.partition import CoreMLPartitioner
-    from coreml_delegate.targets import Opset
 
-    # Methods share weights from here on.
-    target = args.deployment_target or Opset.iOS18
+    target = _target(args)
     keywords = arguments.keywords_of(args, CompileOptions)
     keywords["minimum_deployment_target"] = target
     specs = CoreMLBackend.generate_compile_specs(**keywords)
@@ -294,7 +341,8 @@ def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
                 WeightSharing.POSITIONAL
             )
         )
-    return CoreMLPartitioner(compile_specs=specs)
+    has_states = layout.cache is CacheKind.STATE
+    return CoreMLPartitioner(compile_specs=specs, take_over_mutable_buffer=has_states)
 
 
 def _report(
@@ -334,7 +382,7 @@ def _report(
     else:
         _print(document, decoder, layout)
     for name, report in reports.items():
-        if report.undelegated:
+        if not layout.standard and report.undelegated:
             console.warn(f"{name} does not run entirely on Core ML")
             console.write(report.to_table())
         # Only the methods that decode have the layers.
@@ -349,7 +397,8 @@ def _print(document: dict[str, Any], decoder: Decoder | EncoderDecoder, layout: 
     rows: list[tuple[str, str]] = [
         ("parameters", f"{document['parameters']:,} in {len(decoder.layers)} layers"),
         ("vocabulary", f"{layout.vocabulary:,} tokens"),
-        ("context", f"{layout.context:,} tokens, caches as {layout.cache.value}"),
+        ("layout", f"{layout.name}, caches as {layout.cache.value}"),
+        ("context", f"{layout.context:,} tokens"),
         ("chunk", f"{layout.chunk:,} tokens a call"),
         *_source_rows(layout),
         *([] if layout.selection is None else [("selection", str(layout.selection))]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from coreml_delegate.llm.generator import Generator, Sampler, Throughput
     from coreml_delegate.llm.layout import Layout
     from coreml_delegate.llm.tokenizer import TextStream, Tokenizer
+
+
+EXECUTORCH = "executorch"
+RUNNERS = ("own", EXECUTORCH)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "--tokenizer",
         "FILE|FOLDER",
-        "tokenizer.json of the model, or its folder (default: tokens are bytes)",
+        "tokenizer.json of the model, or its folder (default: the copy that export-llm has "
+        "put beside the program; without one, tokens are bytes)",
     )
     parser.add_argument(
         "--adapter",
@@ -97,6 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw from the fewest most probable tokens whose probabilities sum to P",
     )
     arguments.add_seed(parser, "the draws")
+    parser.add_argument(
+        "--runner",
+        choices=RUNNERS,
+        default="own",
+        help="what generates: this package (own, the default), or ExecuTorch's TextLLMRunner with "
+        "our delegate, as an app does (executorch)",
+    )
     chats.add_arguments(parser)
     arguments.add_engine(parser)
     arguments.add_json(parser)
@@ -106,6 +119,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     chats.check_usage(args)
+    if args.tokenizer is None:
+        copy = arguments.beside(args.program, arguments.TOKENIZERS[0])
+        args.tokenizer = copy if copy.is_file() and not args.chat else None
+    if args.runner == EXECUTORCH:
+        return _run_executorch(args)
     with console.step("Importing torch"):
         from coreml_delegate.llm.generator import Sampler, Sampling
 
@@ -129,6 +147,50 @@ def _load(args: argparse.Namespace) -> Generator:
             engine=args.engine,
             options=engine_options(args),
         )
+
+
+def _run_executorch(args: argparse.Namespace) -> int:
+    """Continue a text with ExecuTorch's runner."""
+    refused_options = {
+        "--chat": args.chat,
+        "--audio": args.audio,
+        "--image": args.image,
+        "--adapter": args.adapter,
+        "--stop": args.stop,
+        "--top-k": args.top_k,
+        "--top-p": args.top_p != 1,
+        "--host": args.host != "auto",
+        "--seed": args.seed,
+    }
+    for name, value in refused_options.items():
+        if value:
+            args.refuse_usage(f"{name} does not go with --runner {EXECUTORCH}")
+    with console.step("Importing ExecuTorch"):
+        from coreml_delegate.llm.executorch_runner import generate
+        from coreml_delegate.scripts.program_arguments import engine_options
+    if args.tokenizer is None:
+        raise OptionError(
+            "ExecuTorch's runner needs the model's tokenizer",
+            remedy="Pass --tokenizer with the tokenizer.json",
+        )
+    result = generate(
+        args.program,
+        args.tokenizer,
+        args.prompt,
+        limit=args.max_new_tokens,
+        temperature=args.temperature,
+        engine=args.engine,
+        options=engine_options(args),
+    )
+    if args.json:
+        console.write_json(asdict(result))
+        return 0
+    console.write(result.text)
+    for name, speed in (("prefill", result.prefill), ("decode", result.decode)):
+        console.note(
+            f"{name}: {speed.tokens} tokens in {speed.seconds:.2f} s, {speed.rate:.1f} tokens/s"
+        )
+    return 0
 
 
 def _continue(args: argparse.Namespace, sampler: Sampler) -> None:

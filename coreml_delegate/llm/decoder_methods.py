@@ -1,0 +1,232 @@
+"""The methods of a decoder, as modules that ``torch.export`` captures.
+
+``decode`` takes one token, ``prefill`` a chunk of tokens, padded at its end. Both take the position
+of their first token and the caches, and return logits and the keys and values of their own tokens
+only, which the caller writes into the caches: no step copies a cache out of the model. Layers with
+recurrent states return the new states.
+
+``forward`` with Core ML states holds the caches as buffers, and otherwise takes the inputs of
+``prefill``. It is the only method, because methods share no state on a device; a single token is a
+chunk of one token and padding.
+
+The standard ``forward`` takes up to a chunk of tokens and their position. ExecuTorch's kernels pad
+the tokens for one of the modules above, which Core ML computes in fixed sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.nn import functional
+
+from coreml_delegate.llm.attention import Call
+from coreml_delegate.llm.caches import buffer_caches, input_caches, new_tensors
+from coreml_delegate.llm.candidates import Selection
+from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.partition import do_not_delegate
+
+
+class _Method(nn.Module):
+    def __init__(self, decoder: Decoder, selection: Selection | None = None) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.selection = selection
+
+    def _advance(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        last: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        call, decoder = Call(), self.decoder
+        cache = input_caches(
+            decoder.layers,
+            caches,
+            position,
+            call,
+            length=tokens.shape[1],
+            ordered=decoder.ordered,
+            last=last,
+        )
+        logits = decoder.advance(tokens, position, cache, call, last)
+        return (*_select(logits, self.selection), *new_tensors(cache))
+
+
+class Decode(_Method):
+    """Method ``decode``: one token."""
+
+    def forward(
+        self, tokens: torch.Tensor, position: torch.Tensor, caches: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [1, V], then each layer's new cache tensors.
+
+        These are the keys and values [1, kv_heads, 1, head_dim] of the token, or the new states.
+
+        Args:
+            tokens: [1, 1], int64.
+            position: [1], int64: number of tokens in the caches.
+            caches: Cache tensors, layer by layer; keys and values are [1, kv_heads, S, head_dim].
+        """
+        return self._advance(tokens, position, caches)
+
+
+class Prefill(_Method):
+    """Method ``prefill``: a chunk of tokens."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        last: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [1, V] of one token, then new cache tensors as ``Decode``.
+
+        Args:
+            tokens: [1, L], int64; padding after the last token is ignored.
+            position: [1], int64: number of tokens in the caches.
+            last: [1], int64: index of the last token.
+            caches: As for ``Decode``.
+        """
+        return self._advance(tokens, position, caches, last)
+
+
+class Forward(nn.Module):
+    """Method ``forward``: a chunk of tokens; the caches are buffers.
+
+    No token attends to keys of padding: the tokens at these positions overwrite them first. The
+    caches have room for padding after the last token of the context.
+
+    Args:
+        length: Number of tokens of a chunk.
+        context: Number of tokens of the longest text.
+        selection: Tokens to return in place of logits; None for logits.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        length: int,
+        context: int,
+        *,
+        selection: Selection | None = None,
+        suffix: str = "",
+    ) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.selection = selection
+        self._names: list[str] = []
+        for index, layer in enumerate(decoder.layers):
+            for kind, empty in layer.empty(context, length - 1).items():
+                self._names.append(f"{kind}_{index}{suffix}")
+                self.register_buffer(self._names[-1], empty)
+
+    def forward(
+        self, tokens: torch.Tensor, position: torch.Tensor, last: torch.Tensor
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return logits [1, V] of one token, or the selection's results.
+
+        Args:
+            tokens: [1, L], int64; padding after the last token is ignored.
+            position: [1], int64: number of tokens before.
+            last: [1], int64: index of the last token.
+        """
+        decoder = self.decoder
+        buffers = [self.get_buffer(name) for name in self._names]
+        cache = buffer_caches(decoder.layers, buffers, position, length=tokens.shape[1], last=last)
+        logits = decoder.advance(tokens, position, cache, Call(), last)
+        return logits if self.selection is None else self.selection.select(logits)
+
+
+class StandardForward(nn.Module):
+    """Method ``forward`` of the standard layout: up to a chunk of tokens; the caches are buffers.
+
+    With ``CacheKind.STATE`` Core ML writes the caches. With ``CacheKind.BUFFER`` it reads them and
+    returns rows of the call's tokens, which ExecuTorch's kernels write.
+
+    Args:
+        decoder: The model.
+        layout: Chunk, context and kind of the caches.
+        suffix: End of the caches' names.
+    """
+
+    def __init__(self, decoder: Decoder, layout: Layout, *, suffix: str = "") -> None:
+        super().__init__()
+        self.chunk, self.context = layout.chunk, layout.context
+        self._replaced = decoder.replaced
+        self._names: list[str] = []
+        if layout.cache is CacheKind.STATE:
+            self.core_ml: nn.Module = Forward(decoder, layout.chunk, layout.context, suffix=suffix)
+        else:
+            self.core_ml = Prefill(decoder)
+            for index, layer in enumerate(decoder.layers):
+                for kind, empty in layer.empty(layout.context, 0).items():
+                    self._names.append(f"{kind}_{index}{suffix}")
+                    self.register_buffer(self._names[-1], empty)
+        # A byte for each position, all zero: reading one fails if it is not in the context.
+        self.register_buffer("positions", torch.zeros(layout.context, dtype=torch.int8))
+
+    def forward(self, tokens: torch.Tensor, start_pos: torch.Tensor) -> torch.Tensor:
+        """Return the logits [1, V] of the last token.
+
+        Args:
+            tokens: [1, n], int64, or embeddings [1, n, width], with n up to the chunk.
+            start_pos: [1], int64: number of tokens before.
+        """
+        count = tokens.shape[1]
+        padding = (0,) * (2 * (tokens.dim() - 2))
+        chunk = functional.pad(tokens, (*padding, 0, self.chunk - count))
+        last = torch.full((1,), count - 1)
+        position = start_pos + self.get_buffer("positions")[start_pos + last]
+        if not self._names:
+            return self.core_ml(chunk, position, last)
+        caches = [self.get_buffer(name) for name in self._names]
+        logits, *new = self.core_ml(chunk, position, last, caches)
+        own = position + torch.arange(count)
+        rows = {cache.shape[2] for cache in caches}
+        at = {size: own if size >= self.context else own % size for size in sorted(rows)}
+        for number, (cache, values) in enumerate(zip(caches, new, strict=True)):
+            if number in self._replaced:
+                cache.copy_(values)
+            else:
+                # An assignment would drop the values' first dimension, which the kernel needs.
+                indices = [None, None, at[cache.shape[2]]]
+                torch.ops.aten.index_put_.default(cache, indices, values[:, :, :count])
+        return logits
+
+
+class StandardEmbedding(nn.Module):
+    """Method ``token_embedding`` of the standard layout: up to a chunk of tokens.
+
+    Args:
+        embedding: The token embedding.
+        chunk: Most tokens of a call.
+    """
+
+    def __init__(self, embedding: nn.Module, chunk: int) -> None:
+        super().__init__()
+        self.core_ml = embedding
+        self.chunk = chunk
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [1, n, width] of tokens [1, n], int64."""
+        count = tokens.shape[1]
+        return self.core_ml(functional.pad(tokens, (0, self.chunk - count)))[:, :count]
+
+
+def keep_sizes_static(program: ExportedProgram) -> None:
+    """Leave to ExecuTorch's kernels what a standard method computes around its Core ML module."""
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+            if not any("core_ml" in path.split(".") for path in paths):
+                do_not_delegate(node, "it has the number of tokens, which varies")
+
+
+def _select(logits: torch.Tensor, selection: Selection | None) -> tuple[torch.Tensor, ...]:
+    return (logits,) if selection is None else selection.select(logits)

@@ -96,7 +96,56 @@ class Prefill(_Method):
         return self._advance(tokens, position, caches, last)
 
 
-class Forward(nn.Module):
+class Append(_Method):
+    """A chunk of tokens, written to the caches."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        last: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return logits [1, V] of one token, or the selection's results.
+
+        Args:
+            tokens: [1, L], int64; padding after the last token is ignored.
+            position: [1], int64: number of tokens before.
+            last: [1], int64: index of the last token.
+            caches: Cache tensors, which the call changes; keys and values have room for L - 1
+                tokens after the last of the context.
+        """
+        decoder = self.decoder
+        cache = buffer_caches(decoder.layers, caches, position, length=tokens.shape[1], last=last)
+        logits = decoder.advance(tokens, position, cache, Call(), last)
+        return logits if self.selection is None else self.selection.select(logits)
+
+
+class _Buffers(nn.Module):
+    """Caches of a decoder as buffers, by kind and layer: ``keys_0``.
+
+    Args:
+        decoder: The model.
+        context: Number of tokens of the longest text.
+        ahead: See ``LayerCache.rows``.
+        suffix: End of the names.
+    """
+
+    def __init__(self, decoder: Decoder, context: int, ahead: int, suffix: str) -> None:
+        super().__init__()
+        self._names: list[str] = []
+        for index, layer in enumerate(decoder.layers):
+            for kind, empty in layer.empty(context, ahead).items():
+                self._names.append(f"{kind}_{index}{suffix}")
+                self.register_buffer(self._names[-1], empty)
+
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        """The caches, layer by layer."""
+        return [self.get_buffer(name) for name in self._names]
+
+
+class Forward(_Buffers):
     """Method ``forward``: a chunk of tokens; the caches are buffers.
 
     No token attends to keys of padding: the tokens at these positions overwrite them first. The
@@ -117,33 +166,17 @@ class Forward(nn.Module):
         selection: Selection | None = None,
         suffix: str = "",
     ) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.selection = selection
-        self._names: list[str] = []
-        for index, layer in enumerate(decoder.layers):
-            for kind, empty in layer.empty(context, length - 1).items():
-                self._names.append(f"{kind}_{index}{suffix}")
-                self.register_buffer(self._names[-1], empty)
+        super().__init__(decoder, context, length - 1, suffix)
+        self.append = Append(decoder, selection)
 
     def forward(
         self, tokens: torch.Tensor, position: torch.Tensor, last: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return logits [1, V] of one token, or the selection's results.
-
-        Args:
-            tokens: [1, L], int64; padding after the last token is ignored.
-            position: [1], int64: number of tokens before.
-            last: [1], int64: index of the last token.
-        """
-        decoder = self.decoder
-        buffers = [self.get_buffer(name) for name in self._names]
-        cache = buffer_caches(decoder.layers, buffers, position, length=tokens.shape[1], last=last)
-        logits = decoder.advance(tokens, position, cache, Call(), last)
-        return logits if self.selection is None else self.selection.select(logits)
+        """See ``Append``."""
+        return self.append(tokens, position, last, self.caches)
 
 
-class StandardForward(nn.Module):
+class StandardForward(_Buffers):
     """Method ``forward`` of the standard layout: up to a chunk of tokens; the caches are buffers.
 
     With ``CacheKind.STATE`` Core ML writes the caches. With ``CacheKind.BUFFER`` it reads them and
@@ -156,18 +189,11 @@ class StandardForward(nn.Module):
     """
 
     def __init__(self, decoder: Decoder, layout: Layout, *, suffix: str = "") -> None:
-        super().__init__()
+        has_states = layout.cache is CacheKind.STATE
+        super().__init__(decoder, layout.context, layout.chunk - 1 if has_states else 0, suffix)
         self.chunk, self.context = layout.chunk, layout.context
         self._replaced = decoder.replaced
-        self._names: list[str] = []
-        if layout.cache is CacheKind.STATE:
-            self.core_ml: nn.Module = Forward(decoder, layout.chunk, layout.context, suffix=suffix)
-        else:
-            self.core_ml = Prefill(decoder)
-            for index, layer in enumerate(decoder.layers):
-                for kind, empty in layer.empty(layout.context, 0).items():
-                    self._names.append(f"{kind}_{index}{suffix}")
-                    self.register_buffer(self._names[-1], empty)
+        self.core_ml = Append(decoder) if has_states else Prefill(decoder)
         # A byte for each position, all zero: reading one fails if it is not in the context.
         self.register_buffer("positions", torch.zeros(layout.context, dtype=torch.int8))
 
@@ -183,9 +209,9 @@ class StandardForward(nn.Module):
         chunk = functional.pad(tokens, (*padding, 0, self.chunk - count))
         last = torch.full((1,), count - 1)
         position = start_pos + self.get_buffer("positions")[start_pos + last]
-        if not self._names:
-            return self.core_ml(chunk, position, last)
-        caches = [self.get_buffer(name) for name in self._names]
+        caches = self.caches
+        if isinstance(self.core_ml, Append):
+            return self.core_ml(chunk, position, last, caches)
         logits, *new = self.core_ml(chunk, position, last, caches)
         own = position + torch.arange(count)
         rows = {cache.shape[2] for cache in caches}

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.checkpoints import CONFIG, save
 from support.command import leftovers, start, tiny_pte
+from support.text_tokenizer import save_tokenizer
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.llm.generator import Generator
@@ -75,8 +76,9 @@ def test_a_checkpoint_is_exported(folder, capsys):
     assert document["bytes"] == output.stat().st_size
     assert document["parameters"] == sum(p.numel() for p in model.parameters())
     assert document["layout"]["get_eos_ids"] == [2]
-    for counts in document["methods"].values():
-        assert counts["delegated"] == counts["operations"] > 0
+    (counts,) = document["methods"].values()
+    assert counts["partitions"] == 1
+    assert 0 < counts["operations"] - counts["delegated"] < 10
     tokens = [5, 7, 11, 13]
     generator = Generator.load(output)
     expected = model.generate(torch.tensor([tokens]), max_new_tokens=8, do_sample=False)
@@ -84,6 +86,59 @@ def test_a_checkpoint_is_exported(folder, capsys):
     made = list(generator.generate(tokens, lambda logits: int(logits.argmax()), limit=8))
     theirs = itertools.takewhile(lambda t: t not in stops, expected[0, len(tokens) :].tolist())
     assert made == list(theirs)
+
+
+def test_the_tokenizer_is_copied_and_executorchs_runner_writes_the_same_text(folder, capsys):
+    checkpoint, output = folder / "characters", folder / "characters.pte"
+    save(checkpoint, "llama", bos_token_id=None, eos_token_id=None)
+    source = save_tokenizer(checkpoint / "tokenizer.json", CONFIG["vocab_size"])
+    copy = folder / "characters.tokenizer.json"
+    copy.write_text("")
+    export = ["export-llm", str(checkpoint), "-o", str(output), "--precision", "float32"]
+    assert main(export) == 1
+    assert f"output exists: got {copy}" in capsys.readouterr().err
+    assert not output.exists()
+    assert main([*export, "--force"]) == 0
+    assert copy.read_bytes() == source.read_bytes()
+    capsys.readouterr()
+
+    def text(*options: str) -> str:
+        assert generate(output, "--max-new-tokens", "9", "--json", *options) == 0
+        return json.loads(capsys.readouterr().out)["text"]
+
+    # The runner does not print single control characters.
+    ours = "".join(c for c in text() if c.isprintable() or c.isspace())
+    assert text("--runner", "executorch") == ours != ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--layout", "standard", "--sample-in-model", "argmax"],
+            "Export it with --layout methods",
+        ),
+        (
+            ["--layout", "standard", "--cache", "io"],
+            "got io in the layout standard, expected state",
+        ),
+        (["--layout", "methods", "--cache", "buffer"], "got buffer in the layout methods"),
+    ],
+)
+def test_layouts_that_do_not_exist_are_one_line(config, folder, options, message, capsys):
+    output = folder / "refused.pte"
+    assert main(["export-llm", "--random", str(config), "-o", str(output), *options]) == 1
+    assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_options_that_executorchs_runner_lacks_are_wrong_usage(program, capsys):
+    for option in (["--top-k", "5"], ["--stop", "x"], ["--chat", "--tokenizer", "x"]):
+        with pytest.raises(SystemExit):
+            generate(program, "--runner", "executorch", *option)
+        assert f"{option[0]} does not go with --runner executorch" in capsys.readouterr().err
+    assert generate(program, "--runner", "executorch") == 1
+    assert "ExecuTorch's runner needs the model's tokenizer" in capsys.readouterr().err
 
 
 def test_text_on_stdout_and_pace_on_stderr(program, capsys):
@@ -159,7 +214,10 @@ def test_a_decoder_takes_no_source(program, options, message, capsys):
 def test_programs_without_a_language_model_are_refused(folder, capsys):
     (folder / "tiny.pte").write_bytes(tiny_pte())
     assert generate(folder / "tiny.pte") == 1
-    assert "is not a language model exported by this package" in capsys.readouterr().err
+    assert (
+        "is not a language model for ExecuTorch's runners or of this package"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

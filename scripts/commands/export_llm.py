@@ -81,8 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout",
         choices=LAYOUTS,
         help="methods of the file: the one that ExecuTorch's runners call (standard, the "
-        "default), or several with further inputs (methods, the default of encoder-decoder "
-        "models, with --sample-in-model and with --cache io)",
+        "default), or several with further inputs (methods, the default of models that read "
+        "images or have an encoder, with --sample-in-model and with --cache io)",
     )
     parser.add_argument(
         "--cache",
@@ -227,11 +227,17 @@ def _model(
         if folder is None
         else load_decoder(folder, config, context=context)
     )
-    standard, cache = _form(args, selection)
     image = image_input(decoder, preparation)
+    needs_methods = selection is not None or image is not None
+    standard, cache = _form(args, needs_methods=needs_methods)
     chunk = min(args.prefill_chunk or _CHUNK[cache], context)
-    if standard and image is not None:  # runners pass an image in one call
-        chunk = max(chunk, image.positions)
+    if standard and image is not None and chunk < image.positions:
+        raise OptionError(
+            "ExecuTorch's runner passes an image in one call, which is longer than a chunk",
+            got=f"{chunk} tokens",
+            expected=f"at least {image.positions}",
+            remedy=f"Export with --prefill-chunk {image.positions}, or with --layout methods",
+        )
     layout = Layout(
         vocabulary=decoder.vocabulary,
         context=context,
@@ -248,9 +254,10 @@ def _model(
     return decoder, layout
 
 
-def _form(args: argparse.Namespace, selection: Selection | None) -> tuple[bool, str]:
+def _form(args: argparse.Namespace, *, needs_methods: bool) -> tuple[bool, str]:
     """Return whether the layout is standard, and the kind of the caches."""
-    layout = args.layout or ("methods" if selection or args.cache == "io" else "standard")
+    needs_methods = needs_methods or args.cache == "io"
+    layout = args.layout or ("methods" if needs_methods else "standard")
     if layout == "methods":
         return False, args.cache or "io"
     has_states = _target(args) >= Opset.iOS18

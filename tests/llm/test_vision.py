@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from llm import vision_table
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_sample_image
 from support.lowering import fp32_specs
+from support.text_tokenizer import save_tokenizer, text_of
 from support.tolerances import ATOL_RTOL, SQNR_FP16, logits_bounds, sqnr_db
 from support.vision_families import (
     FAMILIES,
@@ -24,7 +26,7 @@ from support.vision_families import (
     whole_text,
 )
 
-from coreml_delegate import CoreMLPartitioner
+from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError, LoweringError, OptionError
 from coreml_delegate.llm import vision
 from coreml_delegate.llm.checkpoint import load_decoder, random_decoder, read_config
@@ -355,3 +357,43 @@ def test_configurations_give_one_side_or_two(name):
     values = configuration(name)
     config = transformers().AutoConfig.for_model(values.pop("model_type"), **values)
     assert vision.image_size(config) == (SIDE, SIDE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [CacheKind.STATE, CacheKind.BUFFER])
+def test_executorchs_runner_writes_the_text_of_transformers(cache, tmp_path):
+    """Chunks of an image and some tokens."""
+    from executorch.extension.llm import runner as executorch
+
+    decoder, model = decoder_of("llava"), tiny_vision_model("llava")
+    first, second = [5, 7, 11], [13, 17, 19]
+    sizes = {"chunk": decoder.positions + 4, "cache": cache, "standard": True}
+    layout = replace(layout_of(decoder), **sizes)
+    specs = fp32_specs(minimum_deployment_target=Opset.iOS18)
+    has_states = cache is CacheKind.STATE
+    partitioner = CoreMLPartitioner(compile_specs=specs, take_over_mutable_buffer=has_states)
+    path = tmp_path / "model.pte"
+    path.write_bytes(lower(export_methods(decoder, layout), layout, partitioner).buffer)
+    assert [len(report.partitions) for report in partitioner.reports] == [1, 1, 1]
+    tokens = [*first, IMAGE, *second]
+    for _ in range(STEPS):
+        tokens.append(most_probable(logits_of(model, "llava", tokens, IMAGES[:1])[-1]))
+    expected = tokens[-STEPS:]
+    generator = Generator.load(path, engine="openvino")
+    greedy = generator.generate(tokens[:-STEPS], most_probable, limit=STEPS, images=PIXELS[:1])
+    assert list(greedy) == expected
+    runtime.register(engine="openvino")
+    tokenizer = save_tokenizer(tmp_path / "tokenizer.json", decoder.vocabulary)
+    runner = executorch.MultimodalRunner(str(path), str(tokenizer), None)
+    pieces: list[str] = []
+    runner.generate(
+        [
+            executorch.make_text_input(text_of(first)),
+            executorch.make_image_input(PIXELS[0][0]),
+            executorch.make_text_input(text_of(second)),
+        ],
+        executorch.GenerationConfig(echo=False, temperature=0.0, max_new_tokens=STEPS),
+        pieces.append,
+        None,
+    )
+    assert "".join(pieces) == text_of(expected)

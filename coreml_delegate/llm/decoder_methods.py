@@ -246,12 +246,12 @@ class StandardEmbedding(nn.Module):
 
 
 def keep_sizes_static(program: ExportedProgram) -> None:
-    """Leave to ExecuTorch's kernels what a standard method computes around its Core ML module."""
+    """Keep the calls around a standard method's Core ML module on ExecuTorch's kernels."""
     for node in program.graph.nodes:
         if node.op == "call_function":
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
             if not any("core_ml" in path.split(".") for path in paths):
-                do_not_delegate(node, "it has the number of tokens, which varies")
+                do_not_delegate(node, "the number of tokens varies")
 
 
 def _select(logits: torch.Tensor, selection: Selection | None) -> tuple[torch.Tensor, ...]:

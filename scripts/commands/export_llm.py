@@ -177,13 +177,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace) -> dict[Path, Path]:
-    """Return where the checkpoint's tokenizer is copied, if it has one, with its source."""
+    """Return the path for a copy of the checkpoint's tokenizer, with its source, or nothing."""
     folder: Path | None = args.checkpoint
     if folder is None:
         return {}
-    sources = ((name, folder / name) for name in arguments.TOKENIZERS)
-    found = next(((name, source) for name, source in sources if source.is_file()), None)
-    return {} if found is None else {arguments.beside(args.output, found[0]): found[1]}
+    sources = (folder / name for name in arguments.TOKENIZERS)
+    source = next((source for source in sources if source.is_file()), None)
+    return {} if source is None else {arguments.beside(args.output, source.name): source}
 
 
 def _model(

@@ -213,16 +213,19 @@ class StandardForward(_Buffers):
         if isinstance(self.core_ml, Append):
             return self.core_ml(chunk, position, last, caches)
         logits, *new = self.core_ml(chunk, position, last, caches)
-        own = position + torch.arange(count)
+        real = torch.arange(count)
+        own = position + real
         rows = {cache.shape[2] for cache in caches}
         at = {size: own if size >= self.context else own % size for size in sorted(rows)}
         for number, (cache, values) in enumerate(zip(caches, new, strict=True)):
             if number in self._replaced:
                 cache.copy_(values)
             else:
-                # An assignment would drop the values' first dimension, which the kernel needs.
+                # Not a slice, whose strides torch.export would fix if there is no padding; not an
+                # assignment, which would drop the values' first dimension: the kernel needs it.
                 indices = [None, None, at[cache.shape[2]]]
-                torch.ops.aten.index_put_.default(cache, indices, values[:, :, :count])
+                real_values = values.index_select(2, real)
+                torch.ops.aten.index_put_.default(cache, indices, real_values)
         return logits
 
 

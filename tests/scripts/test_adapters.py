@@ -64,7 +64,7 @@ def program(folder, report):
 
 def test_the_report_lists_the_adapters(report):
     assert "adapter french  rank 4 in 2 modules, 2.3 kB" in report
-    assert "decode_french   " in report
+    assert "forward_french  " in report
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def test_text_and_logits_are_those_of_merged_weights(program, model, capsys):
 def test_all_methods_are_functions_of_one_model(program, model, capsys):
     delegates = [d for m in summarize_pte(program)["methods"] for d in m["delegates"]]
     assert len({delegate["shared_as"] for delegate in delegates}) == 1
-    functions = ["decode", "decode_french", "prefill", "prefill_french"]
+    functions = ["forward", "forward_french"]
     assert sorted(delegate["function"] for delegate in delegates) == functions
     matrices_ = [t for t in delegates[0]["model"]["weights"]["tensors"] if len(t["shape"]) == 2]
     shapes = [tuple(t["shape"]) for t in matrices_]
@@ -97,7 +97,7 @@ def test_all_methods_are_functions_of_one_model(program, model, capsys):
     assert sorted(shapes) == sorted(stored + branches + tables)
     assert main(["inspect", str(program)]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("model: see method decode\n") == 3
+    assert shown.count("model: see method forward\n") == 1
     assert shown.count("specification version") == 1
     assert "output_0 'french'" in shown
 

@@ -35,6 +35,8 @@ def measured(
     Returns:
         The report on the program as it is; None if the program does not run here.
     """
+    from coreml_delegate.runtime.precision import describe_auto
+
     try:
         with console.step("Measuring in fp16"):
             report = measure(min_sqnr_db)
@@ -42,16 +44,10 @@ def measured(
         console.note(f"not measured, because the program does not run here: {error}")
         return None
     if not report.before_db >= report.target_db:
-        console.warn(f"{decibels(report.before_db)} on the example inputs; {_gain(report)}")
+        gain = (
+            f"--precision auto {describe_auto(len(report.in_fp32), report.after_db)}"
+            if report.is_reached
+            else f"{decibels(report.after_db)} with all operations in fp32"
+        )
+        console.warn(f"{decibels(report.before_db)} on the example inputs; {gain}")
     return report.in_fp16()
-
-
-def _gain(report: PrecisionReport) -> str:
-    """Describe the gain of precision ``auto`` for a program that misses the target in fp16."""
-    if not report.is_reached:
-        return f"{decibels(report.after_db)} with all operations in fp32"
-    count = len(report.in_fp32)
-    return (
-        f"--precision auto keeps {count} operation{'s' if count > 1 else ''} in fp32 and has "
-        f"{decibels(report.after_db)}"
-    )

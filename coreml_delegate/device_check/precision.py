@@ -21,7 +21,7 @@ from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.diagnosis import Fault, ValueReport
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, Ref
-from coreml_delegate.runtime.precision import Operation, PrecisionMeasurement
+from coreml_delegate.runtime.precision import Operation, PrecisionMeasurement, describe_auto
 
 LARGEST_FP16 = 65504.0
 """The largest finite number of fp16."""
@@ -182,12 +182,11 @@ def _lossiest(measurement: PrecisionMeasurement) -> list[Operation]:
 
 def _gain(measurement: PrecisionMeasurement) -> str:
     """Return the remedy for outputs that miss the target, with the ratio that it reaches."""
-    after = decibels(measurement.worst_after_db)
     if not measurement.is_reached:
+        after = decibels(measurement.worst_after_db)
         return f"Lower in fp32 (--precision float32); precision auto reaches {after} only"
-    count = len(measurement.islands)
-    operations = f"{count} operation{'s' if count > 1 else ''}"
-    return f"Lower with --precision auto, which keeps {operations} in fp32 and has {after}"
+    description = describe_auto(len(measurement.islands), measurement.worst_after_db)
+    return f"Lower with --precision auto, which {description}"
 
 
 def _place_of_operation(

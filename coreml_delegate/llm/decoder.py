@@ -112,10 +112,10 @@ class Decoder(nn.Module):
         """Return example tokens or embeddings of ``length`` tokens for ``advance``."""
         return torch.zeros(1, length, dtype=torch.long)
 
-    def input_methods(self, chunk: int) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
-        """Return the methods that compute the inputs of ``advance``, with example inputs."""
+    def input_modules(self, chunk: int) -> list[tuple[nn.Module, torch.Tensor]]:
+        """Return the modules that compute the inputs of ``advance``, each with an example input."""
         del chunk
-        return {}
+        return []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, L, V] of all tokens of complete texts.

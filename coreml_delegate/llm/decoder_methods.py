@@ -22,6 +22,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.nn import functional
 
+from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.attention import Call
 from coreml_delegate.llm.caches import buffer_caches, input_caches, new_tensors
 from coreml_delegate.llm.candidates import Selection
@@ -186,6 +187,9 @@ class StandardForward(_Buffers):
         decoder: The model.
         layout: Chunk, context and kind of the caches.
         suffix: End of the caches' names.
+
+    Raises:
+        OptionError: A chunk is longer than a sliding window whose rows ExecuTorch's kernels write.
     """
 
     def __init__(self, decoder: Decoder, layout: Layout, *, suffix: str = "") -> None:
@@ -194,6 +198,16 @@ class StandardForward(_Buffers):
         self.chunk, self.context = layout.chunk, layout.context
         self._replaced = decoder.replaced
         self.core_ml = Append(decoder) if has_states else Prefill(decoder)
+        windows = (layer.window for layer in decoder.layers if layer.window)
+        window = min(windows, default=layout.context)
+        if not has_states and layout.chunk > window:
+            # Two tokens of a call would have the same row.
+            raise OptionError(
+                "a chunk is longer than the model's sliding window",
+                got=f"{layout.chunk} tokens",
+                expected=f"at most {window}",
+                remedy="Choose a smaller --prefill-chunk, or --cache state",
+            )
         # A byte for each position, all zero: reading one fails if it is not in the context.
         self.register_buffer("positions", torch.zeros(layout.context, dtype=torch.int8))
 
@@ -248,12 +262,16 @@ class StandardEmbedding(nn.Module):
         return self.core_ml(functional.pad(tokens, (0, self.chunk - count)))[:, :count]
 
 
+CORE_ML = "core_ml"
+"""Name of the submodule of a standard method that Core ML computes as a whole."""
+
+
 def keep_sizes_static(program: ExportedProgram) -> None:
     """Keep the calls around a standard method's Core ML module on ExecuTorch's kernels."""
     for node in program.graph.nodes:
         if node.op == "call_function":
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-            if not any("core_ml" in path.split(".") for path in paths):
+            if not any(CORE_ML in path.split(".") for path in paths):
                 do_not_delegate(node, "the number of tokens varies")
 
 

@@ -31,7 +31,7 @@ from coreml_delegate.llm.decoder_methods import (
 )
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
 from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
-from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.layout import TOKEN_EMBEDDING, CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.partition import CoreMLPartitioner
@@ -111,9 +111,11 @@ def export_methods(
     read_weights(decoder)
     exported: dict[str, ExportedProgram] = {}
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
-        inputs_of_decoder = _input_modules(decoder, layout)
-        for method, (module, inputs) in zip(layout.input_methods, inputs_of_decoder, strict=True):
-            exported[method] = _export(module, inputs, layout)
+        input_modules = decoder.input_modules(layout.chunk)
+        for method, (module, example) in zip(layout.input_methods, input_modules, strict=True):
+            if method == TOKEN_EMBEDDING:
+                module = StandardEmbedding(decoder.embedding, layout.chunk)
+            exported[method] = _export(module, (example,), layout)
         for adapter in (None, *adapters):
             name = None if adapter is None else adapter.name
             modules = _method_modules(decoder, layout, name)
@@ -137,17 +139,6 @@ def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], layout: Layout)
     program = torch.export.export(module.eval(), inputs, dynamic_shapes=({1: count}, *sizes))
     keep_sizes_static(program)
     return program
-
-
-def _input_modules(
-    decoder: Decoder, layout: Layout
-) -> list[tuple[nn.Module, tuple[torch.Tensor, ...]]]:
-    """Return the modules of the methods that compute the decoder's inputs, with example inputs."""
-    modules = list(decoder.input_methods(layout.chunk).values())
-    if layout.standard and modules:
-        _, (_, (tokens,)) = modules
-        modules[1] = (StandardEmbedding(decoder.embedding, layout.chunk), (tokens,))
-    return modules
 
 
 def _method_modules(

@@ -402,10 +402,9 @@ class Generator:
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [L, width] of tokens [L], at most a chunk."""
-        chunk = torch.zeros(1, self.layout.chunk, dtype=torch.long)
+        size = len(tokens) if self.layout.standard else self.layout.chunk
+        chunk = torch.zeros(1, size, dtype=torch.long)
         chunk[0, : len(tokens)] = tokens
-        if self.layout.standard:
-            chunk = chunk[:, : len(tokens)]
         (rows,) = self._run(self.layout.input_methods[1], [chunk])
         return rows[0, : len(tokens)]
 

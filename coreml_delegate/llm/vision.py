@@ -17,7 +17,6 @@ from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import Call, active_call
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.images import ImageInput, Preparation
-from coreml_delegate.llm.layout import EMBED, VISION
 from coreml_delegate.patches.third_party import wrap_errors
 
 
@@ -206,12 +205,12 @@ class VisionDecoder(Decoder):
         """Return example embeddings of ``length`` tokens for ``advance``."""
         return torch.zeros(1, length, self._width)
 
-    def input_methods(self, chunk: int) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
-        """Return the methods that compute the inputs of ``advance``, with example inputs."""
-        return {
-            VISION: (Vision(self), (torch.zeros(1, 3, *self.size),)),
-            EMBED: (Embed(self), (torch.zeros(1, chunk, dtype=torch.long),)),
-        }
+    def input_modules(self, chunk: int) -> list[tuple[nn.Module, torch.Tensor]]:
+        """Return the modules that compute embeddings of an image and of tokens; see ``Decoder``."""
+        return [
+            (Vision(self), torch.zeros(1, 3, *self.size)),
+            (Embed(self), torch.zeros(1, chunk, dtype=torch.long)),
+        ]
 
 
 class Vision(nn.Module):

@@ -8,7 +8,12 @@ from coreml_delegate.runtime.precision.islands import (
     measure_method,
     measure_model,
 )
-from coreml_delegate.runtime.precision.report import Call, LossyCall, PrecisionReport
+from coreml_delegate.runtime.precision.report import (
+    Call,
+    LossyCall,
+    PrecisionReport,
+    describe_auto,
+)
 from coreml_delegate.runtime.precision.runs import Method, SingleModel
 
 __all__ = [
@@ -22,6 +27,7 @@ __all__ = [
     "PrecisionReport",
     "SingleModel",
     "choose_fp32_calls",
+    "describe_auto",
     "measure_method",
     "measure_model",
 ]

@@ -16,6 +16,17 @@ _LISTED = 5  # calls in a table if the target is missed
 _INDENT = " " * 4
 
 
+def describe_auto(islands: int, after_db: float) -> str:
+    """Describe a program with precision ``auto``: ``keeps 3 operations in fp32 and has 58.0 dB``.
+
+    Args:
+        islands: Number of operations in fp32.
+        after_db: Ratio of signal to error of the worst output, in dB.
+    """
+    operations = f"{islands} operation{'s' if islands > 1 else ''}"
+    return f"keeps {operations} in fp32 and has {decibels(after_db)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A call of the user's program.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from coreml_delegate.llm.encoder_decoder import EncoderDecoder
     from coreml_delegate.llm.layout import Layout
     from coreml_delegate.llm.low_rank import Adapter
-    from coreml_delegate.partition import CoreMLPartitioner
+    from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 
 _CONTEXT = 2048  # tokens
 _CHUNK = {"io": 64, "state": 8, "buffer": 8}
@@ -372,6 +372,7 @@ def _report(
                 "operations": len(report.nodes),
                 "delegated": len(report.delegated),
                 "partitions": len(report.partitions),
+                "on_the_cpu": sorted({node.op for node in report.undelegated}),
             }
             for name, report in reports.items()
         },
@@ -389,7 +390,7 @@ def _report(
     else:
         _print(document, decoder, layout)
     for name, report in reports.items():
-        if not layout.standard and report.undelegated:
+        if _left_on_cpu(report, layout):
             console.warn(f"{name} does not run entirely on Core ML")
             console.write(report.to_table())
         # Only the methods that decode have the layers.
@@ -398,6 +399,15 @@ def _report(
         for partition in report.partitions:
             if partition.not_shared and shares:
                 console.warn(f"{name} does not share its weights: {partition.not_shared}")
+
+
+def _left_on_cpu(report: DelegationReport, layout: Layout) -> bool:
+    """Whether calls of the model stay on the CPU, besides those of the standard layout."""
+    from coreml_delegate.llm.decoder_methods import CORE_ML
+
+    if not layout.standard:
+        return bool(report.undelegated)
+    return any(node.module.split(".")[0] == CORE_ML for node in report.undelegated)
 
 
 def _print(document: dict[str, Any], decoder: Decoder | EncoderDecoder, layout: Layout) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +153,7 @@ def _run_executorch(args: argparse.Namespace) -> int:
     refused_options = {
         "--chat": args.chat,
         "--audio": args.audio,
+        "--prompt-tokens": args.prompt_tokens,
         "--image": args.image,
         "--adapter": args.adapter,
         "--stop": args.stop,
@@ -182,14 +182,13 @@ def _run_executorch(args: argparse.Namespace) -> int:
         engine=args.engine,
         options=engine_options(args),
     )
+    speeds = {"prefill": result.prefill, "decode": result.decode}
     if args.json:
-        console.write_json(asdict(result))
+        console.write_json({"text": result.text, **_speed_data(speeds)})
         return 0
     console.write(result.text)
-    for name, speed in (("prefill", result.prefill), ("decode", result.decode)):
-        console.note(
-            f"{name}: {speed.tokens} tokens in {speed.seconds:.2f} s, {speed.rate:.1f} tokens/s"
-        )
+    for name, speed in speeds.items():
+        _note_speed(name, speed, "tokens")
     return 0
 
 
@@ -253,7 +252,9 @@ def _chat(args: argparse.Namespace, sampler: Sampler) -> None:
 
 
 def _write_chat(conversation: Conversation) -> None:
-    console.write_json({**chats.document(conversation), **_speed_data(conversation.generator)})
+    console.write_json(
+        {**chats.document(conversation), **_speed_data(_speeds(conversation.generator))}
+    )
 
 
 def _stops(args: argparse.Namespace) -> tuple[list[int], list[str]]:
@@ -332,7 +333,7 @@ def _write_json(
             "text": "".join(text for _, text in pieces),
             "tokens": [token for token, _ in pieces if token is not None],
             "ending": _ending(generator, stream),
-            **_speed_data(generator),
+            **_speed_data(_speeds(generator)),
         }
     )
 
@@ -342,10 +343,10 @@ def _speeds(generator: Generator) -> dict[str, Throughput]:
     return {**encoder, "prefill": generator.prefill, "decode": generator.decode}
 
 
-def _speed_data(generator: Generator) -> dict[str, Any]:
+def _speed_data(speeds: Mapping[str, Throughput]) -> dict[str, Any]:
     return {
         name: {"tokens": speed.tokens, "seconds": speed.seconds, "tokens_per_second": speed.rate}
-        for name, speed in _speeds(generator).items()
+        for name, speed in speeds.items()
     }
 
 
@@ -353,10 +354,13 @@ def _note_speeds(generator: Generator) -> None:
     source = generator.layout.source
     for name, speed in _speeds(generator).items():
         is_audio = name == "encode" and source is not None and source.kind.value == "audio"
-        unit = "frames" if is_audio else "tokens"
-        console.note(
-            f"{name}: {speed.tokens} {unit} in {speed.seconds:.2f} s, {speed.rate:.1f} {unit}/s"
-        )
+        _note_speed(name, speed, "frames" if is_audio else "tokens")
+
+
+def _note_speed(name: str, speed: Throughput, unit: str) -> None:
+    console.note(
+        f"{name}: {speed.tokens} {unit} in {speed.seconds:.2f} s, {speed.rate:.1f} {unit}/s"
+    )
 
 
 def _stop(text: str) -> int | str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from executorch.exir import to_edge_transform_and_lower
 from llm.test_families import CHUNK, CONTEXT, model
 from support.checkpoints import CONFIG
-from support.llm_families import FAMILIES
+from support.llm_families import FAMILIES, WINDOW
 from support.lowering import fp32_specs
 from support.text_tokenizer import save_tokenizer, text_of
 from support.tolerances import logits_bounds
@@ -28,10 +29,13 @@ from coreml_delegate.errors import (
 from coreml_delegate.llm import executorch_runner
 from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.decoder_methods import StandardForward
 from coreml_delegate.llm.export import export_methods, lower
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.partition.export import plan
+from coreml_delegate.scripts.commands import export_llm
 from coreml_delegate.targets import Opset
 
 VOCABULARY = CONFIG["vocab_size"]
@@ -269,6 +273,28 @@ def test_constants_are_those_of_the_contract_and_are_read_back():
 def test_impossible_layouts_are_refused(options, message):
     with pytest.raises(OptionError, match=message):
         Layout(**{"vocabulary": 97, "context": 64, "chunk": 8, "standard": True, **options})
+
+
+@pytest.mark.parametrize("skipped", [None, ["silu"]])
+def test_calls_of_the_model_on_the_cpu_are_told_from_those_of_the_layout(skipped):
+    layout = Layout(VOCABULARY, CONTEXT, CHUNK, CacheKind.STATE, standard=True)
+    program = export_methods(Decoder(model("llama"), context=CONTEXT), layout)["forward"]
+    partitioner = CoreMLPartitioner(
+        compile_specs=fp32_specs(minimum_deployment_target=Opset.iOS18),
+        skip_ops_for_coreml_delegation=skipped,
+    )
+    report = plan(program, partitioner)
+    assert report.undelegated
+    assert export_llm._left_on_cpu(report, layout) == (skipped is not None)
+
+
+def test_a_chunk_longer_than_a_window_needs_states():
+    decoder = Decoder(model("mistral"), context=CONTEXT)
+    layout = Layout(VOCABULARY, CONTEXT, WINDOW + 1, CacheKind.BUFFER, standard=True)
+    with pytest.raises(OptionError, match=f"got {WINDOW + 1} tokens, expected at most {WINDOW}"):
+        StandardForward(decoder, layout)
+    StandardForward(decoder, replace(layout, cache=CacheKind.STATE))
+    StandardForward(decoder, replace(layout, chunk=WINDOW))
 
 
 def test_errors_of_executorchs_runner_are_named(folder):

@@ -14,7 +14,7 @@ from support.tolerances import SQNR_FP16_GUARDED
 PAGE_TEXT = PAGE.read_text("utf-8")
 STATED = read(PAGE_TEXT)
 LEAST = {"shufflenet_v2_x1_5": 37, "mobilenet_v1": 38, "r2plus1d_18": 39}
-"""Architectures whose weights, rounded to fp16, lose by themselves 34, 36 and 42 dB against PyTorch.
+"""Architectures whose weights, rounded to fp16, leave 34, 36 and 42 dB against PyTorch.
 
 ``auto`` compares with the program in fp32 with these weights, and reaches 41 dB and more.
 """

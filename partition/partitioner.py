@@ -29,6 +29,7 @@ from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.partitioning import Partitioning, transform
 from coreml_delegate.partition.precision import (
     calls_by_handle,
+    fp32_constants_of,
     interface_of,
     lower_tagged,
     samples_for,
@@ -298,7 +299,8 @@ class CoreMLPartitioner(Partitioner):
                 self._notes.preserved,
                 tags_constants=options.take_over_constant_data,
             )
-            measurements = Measurements(Method(pte, None, "forward"), samples)
+            constants = fp32_constants_of(tagged.blobs.values())
+            measurements = Measurements(Method(pte, None, "forward", constants), samples)
             return LoweredProgram(measurements.measure, calls_by_handle(tagged.report))
 
         with torch.no_grad():
@@ -355,8 +357,12 @@ class CoreMLPartitioner(Partitioner):
         self, program: ExportedProgram, in_fp32: Collection[str] = ()
     ) -> Partitioning:
         options = self._options
-        options = options.in_fp16(in_fp32) if options.measures_precision else options
-        return Partitioning(program, options, self._notes.wide, self._notes.excluded)
+        is_measured = options.measures_precision
+        options = options.in_fp16(in_fp32) if is_measured else options
+        notes = self._notes
+        return Partitioning(
+            program, options, notes.wide, notes.excluded, records_constants=is_measured
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,7 @@ class Partitioning:
         options: The partitioner's.
         wide: Integers beyond int32, noted from the program in ATen dialect.
         excluded: Composite calls that the user excludes, noted from the program in ATen dialect.
+        records_constants: See ``ConversionProof``.
 
     Attributes:
         compile_options: The compile options of each partition, by tag.
@@ -166,6 +167,8 @@ class Partitioning:
         options: PartitionerOptions,
         wide: WideIntegers,
         excluded: ExcludedCalls,
+        *,
+        records_constants: bool = False,
     ) -> None:
         self._program = program
         self._options = options
@@ -173,7 +176,11 @@ class Partitioning:
         self._wide = wide
         self._excluded = excluded
         self._filters = options.filters.with_filter(excluded)
-        self._proof = ConversionProof(program, constants_inside=options.take_over_constant_data)
+        self._proof = ConversionProof(
+            program,
+            constants_inside=options.take_over_constant_data,
+            records_constants=records_constants,
+        )
         self.compile_options: Mapping[str, CompileOptions] = {}
 
     @property

@@ -6,9 +6,9 @@ calls in fp32 that ``runtime.precision`` chooses. Calls are found by debug handl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from executorch.exir import EdgeCompileConfig, EdgeProgramManager
@@ -17,6 +17,9 @@ from executorch.exir.lowered_backend_module import LoweredBackendModule
 from torch.export import ExportedProgram
 
 from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.blob_layout import METADATA, ModelMetadata
+from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.lowering.delegation_tags import copy_program, tag_constants
 from coreml_delegate.lowering.proof import real_values
 from coreml_delegate.lowering.store import CachedBlob
@@ -88,6 +91,15 @@ def _refuse_other_backends(program: ExportedProgram) -> None:
             got=", ".join(sorted(backends)),
             remedy="Put CoreMLPartitioner before the other partitioners",
         )
+
+
+def fp32_constants_of(blobs: Iterable[CachedBlob]) -> Mapping[str, Constants]:
+    """Return the constants that fp16 rounds, of each partition, by identifier of its model."""
+    return {
+        ModelMetadata.decode(cast(Buffer, blob.files[METADATA])).identifier: blob.fp32_constants
+        for blob in blobs
+        if blob.files is not None and blob.fp32_constants is not None
+    }
 
 
 def calls_by_handle(report: DelegationReport) -> Mapping[int, list[Call]]:

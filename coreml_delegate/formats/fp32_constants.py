@@ -1,4 +1,6 @@
-"""fp32 values of constants that fp16 rounds, stored in the model's user-defined metadata.
+"""fp32 values of constants that fp16 rounds.
+
+Constants that lose much are stored in the model's user-defined metadata.
 
 A model in fp16 has rounded constants: 1e-12 becomes a multiple of 6e-8, and 1 - 1e-7 is 1. The
 entry ``coreml_delegate.fp32_constants``, which Core ML ignores, is a JSON object::
@@ -7,22 +9,29 @@ entry ``coreml_delegate.fp32_constants``, which Core ML ignores, is a JSON objec
 
 A value is a nested list, or one number if all elements are equal. Tools that measure the error of
 fp16 use these values. A model of another precision does not have the entry.
+
+Weights would take more memory than the model, so no blob has them. While precision ``auto``
+measures a partition, they are files beside those of its blob: ``fp32_constants/NAME``, the elements
+in fp32, without a shape.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import BlobFormatError
+from coreml_delegate.formats.blob import Buffer, Files
 
 METADATA_KEY = "coreml_delegate.fp32_constants"
 
 Constants = Mapping[str, NDArray[np.float32]]
+
+_FOLDER = "fp32_constants/"
 
 _FEW = 16  # elements; storing a larger constant could take as much memory as the constant
 _MANY = 4096
@@ -45,12 +54,17 @@ def as_lost(constant: NDArray[np.float32]) -> NDArray[np.float32] | None:
         constant = constant.ravel()[0]
     elif constant.size > _MANY:
         return None
-    with np.errstate(over="ignore"):
-        rounded = constant.astype(np.float16)
-    if np.isinf(rounded).any() or np.array_equal(rounded, constant, equal_nan=True):
+    if not is_rounded(constant):
         return None
     is_small = constant.size <= _FEW or bool(np.abs(constant).max() < _NORMAL)
     return constant if is_small else None
+
+
+def is_rounded(constant: NDArray[np.float32]) -> bool:
+    """Whether fp16 rounds a constant, and has no infinity in it."""
+    with np.errstate(over="ignore"):
+        rounded = constant.astype(np.float16)
+    return not np.isinf(rounded).any() and not np.array_equal(rounded, constant, equal_nan=True)
 
 
 def _is_uniform(constant: NDArray[np.float32]) -> bool:
@@ -64,10 +78,15 @@ def write(metadata: MutableMapping[str, str], functions: Mapping[str, Constants 
 
     Args:
         metadata: User-defined metadata of a model; changed in place.
-        functions: Constants by function and name; None for functions that are not in fp16.
+        functions: Constants by function and name, of which ``as_lost`` selects those to store; None
+            for functions that are not in fp16.
     """
     stored = {
-        function: {name: value.tolist() for name, value in constants.items()}
+        function: {
+            name: lost.tolist()
+            for name, value in constants.items()
+            if (lost := as_lost(value)) is not None
+        }
         for function, constants in functions.items()
         if constants is not None
     }
@@ -92,3 +111,22 @@ def read(metadata: Mapping[str, str], function: str) -> Constants | None:
         return {name: np.array(value, np.float32) for name, value in content.items()}
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
         raise BlobFormatError(f"malformed metadata {METADATA_KEY}", got=str(error)[:200]) from error
+
+
+def as_files(constants: Constants) -> Files:
+    """Return the constants that ``write`` does not store, as files beside those of a blob."""
+    return {
+        f"{_FOLDER}{name}": np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        for name, value in constants.items()
+        if as_lost(value) is None
+    }
+
+
+def split(files: Files) -> tuple[Files, Constants]:
+    """Return the files of a blob, and the constants beside them, of rank 1."""
+    constants = {
+        path.removeprefix(_FOLDER): np.frombuffer(cast(Buffer, content), np.float32)
+        for path, content in files.items()
+        if path.startswith(_FOLDER)
+    }
+    return {path: files[path] for path in files if not path.startswith(_FOLDER)}, constants

@@ -76,7 +76,7 @@ def _measured(graph: Graph, settings: Settings, samples: Samples, min_sqnr_db: f
             mixed = replace(options, keep_fp32=KeepFp32(nodes=tuple(sorted(in_fp32))))
             on_reference = Settings(REFERENCE.name, settings.options, settings.opset, mixed)
             chosen = frozenset(numbers[name] for name in in_fp32)
-            executables[in_fp32] = _executable(graph, on_reference, chosen)
+            executables[in_fp32] = _executable(graph, on_reference, chosen, is_measured=True)
         lowered = executables[in_fp32].to_measure(samples)
         numbers.update((call.name, number) for number, (call,) in lowered.calls.items())
         return lowered
@@ -88,10 +88,15 @@ def _measured(graph: Graph, settings: Settings, samples: Samples, min_sqnr_db: f
 
 
 def _executable(
-    graph: Graph, settings: Settings, in_fp32: frozenset[int] = frozenset()
+    graph: Graph,
+    settings: Settings,
+    in_fp32: frozenset[int] = frozenset(),
+    *,
+    is_measured: bool = False,
 ) -> Executable:
+    options, opset = settings.compile_options, settings.opset
     return Executable(
-        convert_graph(graph, settings.compile_options, settings.opset, in_fp32),
+        convert_graph(graph, options, opset, in_fp32, records_constants=is_measured),
         settings,
         {name: value.type for name, value in graph.inputs.items()},
         {name: value.type for name, value in graph.outputs.items()},

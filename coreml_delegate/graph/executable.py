@@ -202,9 +202,10 @@ class Executable:
         """Return the graph with the samples to measure it on; see ``measure_precision``."""
         inputs = [list(self._features(sample)[0].values()) for sample in samples]
         model = self.on(REFERENCE.name).model
-        handles = self._package.handles
-        calls = {number: (call,) for number, call in self._package.calls.items()}
-        measurements = Measurements(SingleModel(model, handles), inputs)
+        package = self._package
+        calls = {number: (call,) for number, call in package.calls.items()}
+        measured = SingleModel(model, package.handles, package.fp32_constants)
+        measurements = Measurements(measured, inputs)
         return LoweredProgram(measurements.measure, calls)
 
     @property

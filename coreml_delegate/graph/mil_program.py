@@ -11,6 +11,7 @@ import numpy as np
 
 from coreml_delegate.formats.blob import Buffer as Bytes
 from coreml_delegate.formats.blob_layout import PACKAGE
+from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.graph.compose import Composer, Var, cast_bool, cast_storage, storage_shape
 from coreml_delegate.graph.fusion import fused_nodes
 from coreml_delegate.graph.node import Node, Scope, Value
@@ -57,15 +58,22 @@ class Package:
         files: Content of the files by relative path.
         calls: The nodes of the outermost scope, by number.
         handles: Numbers of the nodes that an operation computes, by its first output.
+        fp32_constants: Constants that fp16 rounds, by name, if they are recorded.
     """
 
     files: Mapping[str, Bytes]
     calls: Mapping[int, Call]
     handles: Mapping[str, tuple[int, ...]]
+    fp32_constants: Constants | None = None
 
 
 def convert_graph(
-    graph: Graph, options: CompileOptions, opset: Opset, in_fp32: frozenset[int] = frozenset()
+    graph: Graph,
+    options: CompileOptions,
+    opset: Opset,
+    in_fp32: frozenset[int] = frozenset(),
+    *,
+    records_constants: bool = False,
 ) -> Package:
     """Convert a graph.
 
@@ -74,6 +82,7 @@ def convert_graph(
         options: How to lower.
         opset: The MIL opset.
         in_fp32: Numbers of the nodes that compute in fp32 in a model in fp16.
+        records_constants: Whether to return the constants that fp16 rounds.
 
     Raises:
         LoweringError: Core ML cannot express the graph.
@@ -83,7 +92,7 @@ def convert_graph(
     def build() -> MilSource:
         return _program(graph, composer), _keywords(graph)
 
-    with convert_mil(build, options, in_fp32) as conversion:
+    with convert_mil(build, options, in_fp32, records_constants=records_constants) as conversion:
         files = model_files(conversion, is_declared=False)
     prefix = f"{PACKAGE}/"
     absorbed = absorb_calls(_numbered_calls(composer.nodes), set(conversion.calls.values()))
@@ -91,6 +100,7 @@ def convert_graph(
         {path.removeprefix(prefix): cast(Bytes, content) for path, content in files.items()},
         {number: _call(number, node) for number, node in composer.nodes.items()},
         {output: absorbed[number] for output, number in conversion.calls.items()},
+        conversion.fp32_constants if records_constants else None,
     )
 
 

@@ -56,7 +56,9 @@ def result_of(files: Files) -> PreprocessResult:
     return PreprocessResult(processed_bytes=flatten(files), debug_handle_map=handles)
 
 
-def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
+def build_files(
+    program: ExportedProgram, options: CompileOptions, *, with_constants: bool = False
+) -> Files:
     """Lower a subgraph, or read the result of an earlier lowering from the cache.
 
     Large files are mapped: they are deleted, but occupy disk space until the last reference is
@@ -65,6 +67,8 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
     Args:
         program: The subgraph, in edge or ATen dialect; it may be modified, its tensors are not.
         options: The compile options.
+        with_constants: Whether to return the constants that fp16 rounds as well, as files beside
+            those of the blob; see ``formats.fp32_constants``.
 
     Returns:
         The files of the blob; see ``formats.blob_layout``. Debug info has numbers of calls, which
@@ -77,16 +81,16 @@ def build_files(program: ExportedProgram, options: CompileOptions) -> Files:
         OptionError: Weight compression needs a later deployment target.
     """
     options.check_compression()
-    entry = ConversionCacheEntry.of(program, options)
+    entry = ConversionCacheEntry.of(program, options, with_constants=with_constants)
     files = entry and entry.find()
     if files is None:
-        files = _lower(program, options)
+        files = _lower(program, options, with_constants=with_constants)
         if entry is not None:
             entry.keep(files)
     return files
 
 
-def _lower(program: ExportedProgram, options: CompileOptions) -> Files:
+def _lower(program: ExportedProgram, options: CompileOptions, *, with_constants: bool) -> Files:
     # Check
     boundary = boundary_of(program, options)
     fix_sizes(program, boundary.shapes)
@@ -103,7 +107,7 @@ def _lower(program: ExportedProgram, options: CompileOptions) -> Files:
     # Prepare
     prepare(program)
     # Convert
-    with convert_program(program, options, in_fp32) as conversion:
+    with convert_program(program, options, in_fp32, records_constants=with_constants) as conversion:
         # Name the boundary
         names = name_boundary(boundary, conversion.spec, relations)
         # Identify
@@ -111,7 +115,8 @@ def _lower(program: ExportedProgram, options: CompileOptions) -> Files:
         files = identify(package, {"": names})[1]
         # Describe
         info = describe(conversion.spec, calls, conversion.calls, coremltools().__version__)
-        return {**files, DEBUG_INFO: info.encode()}
+        constants = (conversion.fp32_constants if with_constants else None) or {}
+        return {**files, DEBUG_INFO: info.encode(), **fp32_constants.as_files(constants)}
 
 
 def check_translation(program: ExportedProgram, options: CompileOptions) -> None:

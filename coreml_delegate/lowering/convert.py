@@ -33,7 +33,7 @@ from coreml_delegate.formats.files import temporary_folder, write_folder
 from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.lowering.coremltools_options import compression_passes, convert_keywords
 from coreml_delegate.lowering.debug_handles import operation_calls
-from coreml_delegate.lowering.fp16 import fp16_cast, lost_constants
+from coreml_delegate.lowering.fp16 import fp16_cast, remaining_constants
 from coreml_delegate.lowering.native_parts import native_parts
 from coreml_delegate.options.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.patches import Patch, patched
@@ -57,7 +57,8 @@ class Conversion:
         package: The mlpackage on disk; it is removed at the end of ``convert_program``.
         compiled: The mlmodelc on disk, with ``ModelType.COMPILED_MODEL`` only.
         calls: Number of the call that an operation was translated from, by its first output.
-        fp32_constants: Constants that fp16 loses, by name; None if the precision is not fp16.
+        fp32_constants: Constants that fp16 rounds, by name: those that are stored, or all; None if
+            the precision is not fp16.
     """
 
     spec: Any
@@ -69,7 +70,11 @@ class Conversion:
 
 @contextmanager
 def convert_program(
-    program: ExportedProgram, options: CompileOptions, in_fp32: frozenset[int] = frozenset()
+    program: ExportedProgram,
+    options: CompileOptions,
+    in_fp32: frozenset[int] = frozenset(),
+    *,
+    records_constants: bool = False,
 ) -> Generator[Conversion]:
     """Convert ``program`` inside a temporary directory that is always removed.
 
@@ -77,6 +82,7 @@ def convert_program(
         program: A whole subgraph, in edge or ATen dialect; it may be modified.
         options: How to lower.
         in_fp32: Debug handles of calls that stay in fp32; see ``fp16.mark_fp32_calls``.
+        records_constants: Whether to return all constants that fp16 rounds.
 
     Raises:
         OptionError: Coremltools does not accept an option, as an unknown pass or op type.
@@ -86,12 +92,18 @@ def convert_program(
     if options.model_type is ModelType.COMPILED_MODEL:
         check_compiler()
     with temporary_folder() as folder:
-        yield _convert(lambda: (program, {}), options, in_fp32, folder)
+        yield _convert(
+            lambda: (program, {}), options, in_fp32, folder, records_constants=records_constants
+        )
 
 
 @contextmanager
 def convert_mil(
-    build: Callable[[], MilSource], options: CompileOptions, in_fp32: frozenset[int] = frozenset()
+    build: Callable[[], MilSource],
+    options: CompileOptions,
+    in_fp32: frozenset[int] = frozenset(),
+    *,
+    records_constants: bool = False,
 ) -> Generator[Conversion]:
     """Convert a MIL program inside a temporary directory that is always removed.
 
@@ -100,13 +112,21 @@ def convert_mil(
             ``coremltools.convert`` such as ``inputs``. Called under the lock of coremltools' state.
         options: How to lower.
         in_fp32: Numbers of calls that stay in fp32; see ``debug_handles.numbered``.
+        records_constants: Whether to return all constants that fp16 rounds.
 
     Raises:
         ConversionError: As ``convert_program``.
         LoweringError: As ``convert_program``.
     """
     with temporary_folder() as folder:
-        yield _convert(build, options, in_fp32, folder, source="milinternal")
+        yield _convert(
+            build,
+            options,
+            in_fp32,
+            folder,
+            source="milinternal",
+            records_constants=records_constants,
+        )
 
 
 @contextmanager
@@ -179,6 +199,8 @@ def _convert(
     options: CompileOptions,
     in_fp32: frozenset[int],
     folder: Path,
+    *,
+    records_constants: bool,
     source: str = "pytorch",
 ) -> Conversion:
     ct = coremltools()
@@ -194,7 +216,7 @@ def _convert(
     ):
         with (
             _conversion_errors(source),
-            fp16_cast() as recorded,
+            fp16_cast(records_all=records_constants) as recorded,
             native_parts(),
             patched(*coremltools_patches.WORKAROUNDS, *coremltools_patches.faster()),
             _collecting_new_objects_only(),
@@ -207,7 +229,7 @@ def _convert(
             mil_program = coremltools_patches.mil_program(model)
             calls = operation_calls(mil_program)
             is_fp16 = options.precision is Precision.FLOAT16
-            fp32_constants = lost_constants(mil_program, recorded) if is_fp16 else None
+            fp32_constants = remaining_constants(mil_program, recorded) if is_fp16 else None
             del mil_program
             for compress in compression:
                 gc.collect()

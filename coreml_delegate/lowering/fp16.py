@@ -5,7 +5,7 @@ by its debug handle, so every such call gets a distinct handle. Before the cast,
 ``mil.passes.fp16_range`` keeps the values of the other ops in range, and
 ``mil.passes.fp32_islands`` finds further ops that stay in fp32.
 
-**Constants that fp16 loses** are recorded in fp32: see ``formats.fp32_constants``.
+**Constants that fp16 rounds** are recorded in fp32: see ``formats.fp32_constants``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.exported.module_scope import ModulePattern, scopes_of
-from coreml_delegate.formats.fp32_constants import Constants, as_lost
+from coreml_delegate.formats.fp32_constants import Constants, as_lost, is_rounded
 from coreml_delegate.lowering.debug_handles import HANDLE
 from coreml_delegate.mil.passes.fp16_range import keep_in_fp16_range
 from coreml_delegate.mil.passes.fp32_islands import ops_in_fp32
@@ -74,16 +74,19 @@ def _is_covered(node: Node, patterns: Iterable[ModulePattern]) -> bool:
     return any(pattern.covers(scopes) for pattern in patterns)
 
 
-# Constants that fp16 loses
+# Constants that fp16 rounds
 
 
 @contextmanager
-def fp16_cast() -> Generator[Mapping[str, np.ndarray[Any, Any]]]:
+def fp16_cast(*, records_all: bool) -> Generator[Mapping[str, np.ndarray[Any, Any]]]:
     """Keep values in the range of fp16 where coremltools casts a program to fp16.
 
+    Args:
+        records_all: Whether to record all constants that the cast rounds; else those to store.
+
     Yields:
-        A mapping that records the constants that the cast loses by rounding: their values in fp32,
-        by the names of the rounded constants.
+        A mapping that records constants: their values in fp32, by the names of the rounded
+        constants.
     """
     recorded: dict[str, np.ndarray[Any, Any]] = {}
 
@@ -92,9 +95,10 @@ def fp16_cast() -> Generator[Mapping[str, np.ndarray[Any, Any]]]:
             constant = op.x.op if op.op_type == "cast" and op.dtype.val == "fp16" else None
             if constant is None or constant.op_type != "const":
                 continue
-            value = as_lost(np.asarray(op.x.val, np.float32))
-            if value is not None:
-                recorded[op.outputs[0].name] = value
+            value = np.asarray(op.x.val, np.float32)
+            lost = as_lost(value)
+            if lost is not None or (records_all and is_rounded(value)):
+                recorded[op.outputs[0].name] = value if lost is None else lost
 
     with patched(coremltools_patches.AROUND_FP16_CAST.with_state((_guard, record))):
         yield recorded
@@ -109,7 +113,7 @@ def _guard(program: Any, may_cast: Selector) -> Selector:
     return lambda op: op not in in_fp32 and may_cast(op)
 
 
-def lost_constants(program: Any, recorded: Mapping[str, np.ndarray[Any, Any]]) -> Constants:
+def remaining_constants(program: Any, recorded: Mapping[str, np.ndarray[Any, Any]]) -> Constants:
     """Return the recorded constants that a MIL program still has after all passes."""
     return {
         name: recorded[name]

@@ -15,6 +15,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.formats.fp32_constants import split
 from coreml_delegate.lowering import store
 from coreml_delegate.lowering.build import build_files, check_translation
 from coreml_delegate.lowering.contract import boundary_shapes
@@ -39,6 +40,7 @@ class ConversionProof:
     Args:
         program: In ATen or edge dialect; its parameters and buffers may be fake.
         constants_inside: Whether the Core ML model has the program's constants.
+        records_constants: Whether blobs have all constants that fp16 rounds, to measure with.
 
     Attributes:
         values: Real values of parameters and buffers by name, as far as they are at hand.
@@ -46,10 +48,17 @@ class ConversionProof:
             ``CoreMLBackend.preprocess`` as long as they are referenced.
     """
 
-    def __init__(self, program: ExportedProgram, *, constants_inside: bool = True) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        *,
+        constants_inside: bool = True,
+        records_constants: bool = False,
+    ) -> None:
         self.values: Mapping[str, torch.Tensor] = real_values(program.state_dict)
         self.blobs: Mapping[str, CachedBlob] = {}
         self._program = program
+        self._records_constants = records_constants
         self._constants = {
             node: without_memory(self.values.get(key, node.meta["val"] if value is None else value))
             for node, key, value in (stored_constants(program) if constants_inside else ())
@@ -147,15 +156,18 @@ class ConversionProof:
         """Convert one partition and add its blob; return the error, or None."""
         if not self._has_all_values:
             return _error_of(check_translation, subgraph, options)
-        record = store.find(subgraph, options)
-        if record is None:
+        record, records = store.find(subgraph, options), self._records_constants
+        if record is None or (records and record.fp32_constants is None):
             record = store.keep(subgraph, options)
             try:
-                record.files = build_files(subgraph, options)
+                record.files, constants = split(
+                    build_files(subgraph, options, with_constants=records)
+                )
             except Exception as error:
                 if not is_about_the_graph(error):
                     raise
                 return error
+            record.fp32_constants = constants if records else None
         blobs[tag] = record
         return None
 

@@ -30,6 +30,7 @@ from coreml_delegate.exported.module_scope import scopes_of
 from coreml_delegate.formats.blob import Files, size_of
 from coreml_delegate.formats.caches import cache_folder, software
 from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
+from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.options.compile_options import CompileOptions, ModelType
 from coreml_delegate.patches.coremltools import registered_translations
 from coreml_delegate.patches.third_party import quiet_import
@@ -93,6 +94,7 @@ class CachedBlob:
 
     Attributes:
         files: The files of the blob; None before it is made and after it is taken.
+        fp32_constants: Constants that fp16 rounds, by name; None unless they are recorded.
         constants: The constants of the subgraph, each with its version.
         outcomes: One per partition with this blob, in lowering order: methods may have equal
             partitions.
@@ -100,6 +102,7 @@ class CachedBlob:
 
     files: Files | None
     constants: Mapping[str, tuple[torch.Tensor, int]]
+    fp32_constants: Constants | None = None
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
 
     def expect(self) -> Outcome:
@@ -118,15 +121,16 @@ class CachedBlob:
     @contextmanager
     def lent(self) -> Generator[None]:
         """Keep the files when they are handed over within the block."""
-        files, constants = self.files, self.constants
+        kept = self.files, self.constants, self.fp32_constants
         try:
             yield
         finally:
-            self.files, self.constants = files, constants
+            self.files, self.constants, self.fp32_constants = kept
 
     def hand_over(self) -> Files | None:
         """Return the files and drop them from the record; None the second time."""
         files, self.files, self.constants = self.files, None, {}
+        self.fp32_constants = None
         return files
 
 
@@ -220,12 +224,15 @@ class ConversionCacheEntry:
     key: bytes
 
     @classmethod
-    def of(cls, program: ExportedProgram, options: CompileOptions) -> ConversionCacheEntry | None:
+    def of(
+        cls, program: ExportedProgram, options: CompileOptions, *, with_constants: bool = False
+    ) -> ConversionCacheEntry | None:
         """Return the cache entry of a subgraph's conversion.
 
         Args:
             program: The subgraph, before the conversion, which may change it.
             options: How it is lowered.
+            with_constants: Whether the entry has the constants that fp16 rounds.
 
         Returns:
             None if the cache is off, or if the result depends on inputs that the key lacks:
@@ -244,7 +251,9 @@ class ConversionCacheEntry:
             return None
         if sum(value.nbytes for value in constants.values()) > cache_options.limit_bytes:
             return None
-        lines = toolchain(), fingerprint(program, options), *_outside_graph(program, options)
+        lines = [toolchain(), fingerprint(program, options), *_outside_graph(program, options)]
+        if with_constants:
+            lines.append("with constants in fp32")
         key = hashlib.sha256(digest(*lines).encode())
         for name, value in sorted(constants.items()):
             key.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())

@@ -106,8 +106,9 @@ class Widening:
         if declared == constant.type or not isinstance(content, np.ndarray):
             return constant
         numpy = declared.dtype.numpy if isinstance(declared, TensorType) else content.dtype
-        if original is not None and original.shape in ((), content.shape):
-            content = np.broadcast_to(original, content.shape)
+        if original is not None and original.size in (1, content.size):
+            shape = content.shape if original.size > 1 else ()
+            content = np.broadcast_to(original.reshape(shape), content.shape)
         return Constant(declared, content.astype(numpy))
 
     def _tensor(self, declared: TensorType) -> TensorType:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import DebugInfo, MethodMetadata, debug_info_in
+from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.runtime.delegate import CoreMLDelegate, blob_files, resolve
 from coreml_delegate.runtime.diagnosis import energy, ratio_db, signals_and_errors
 from coreml_delegate.runtime.engines.reference import REFERENCE, Listener
@@ -417,9 +419,23 @@ class MeasuredProgram(Protocol):
 
 
 class Method:
-    """A method of a ``.pte``."""
+    """A method of a ``.pte``.
 
-    def __init__(self, source: Source, data: Sources | None, method: str) -> None:
+    Args:
+        source: The program.
+        data: Its tensors outside of the file.
+        method: Name of the method.
+        fp32_constants: Constants that fp16 rounds, by identifier of the model; without them, the
+            program in fp32 has rounded weights.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        data: Sources | None,
+        method: str,
+        fp32_constants: Mapping[str, Constants] = MappingProxyType({}),
+    ) -> None:
         delegates: list[MeasuredDelegate] = []
         self.delegates: Sequence[MeasuredDelegate] = delegates
         self._name = method
@@ -428,6 +444,7 @@ class Method:
             blob, function = resolve(payload.processed, payload.named_data)
             files, metadata = blob_files(blob)
             model = Model.from_files(files, function_name=function, engine=REFERENCE.name)
+            model = _with_constants(model, fp32_constants.get(metadata.identifier))
             names = metadata.method(payload.method_name)
             info = debug_info_in(unflatten(blob))
             delegates.append(MeasuredDelegate(model, names, _handles(model.function, info)))
@@ -445,6 +462,13 @@ class Method:
         return self._program.run(self._name, list(sample))
 
 
+def _with_constants(model: Model, constants: Constants | None) -> Model:
+    """Return a model of the reference engine that has these constants in fp32, as well."""
+    function = model.function
+    known = {**(function.fp32_constants or {}), **(constants or {})}
+    return model.with_function(replace(function, fp32_constants=known) if constants else function)
+
+
 def _handles(function: Function, info: DebugInfo | None) -> dict[int, Sequence[int]]:
     """Return the debug handles of each op of a function, by index of the op."""
     if info is None:
@@ -459,9 +483,15 @@ class SingleModel:
     Args:
         model: The model.
         handles: Debug handles of the calls of each op, by its first output.
+        fp32_constants: Constants that fp16 rounds, by name; see ``Method``.
     """
 
-    def __init__(self, model: Model, handles: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        handles: Mapping[str, Sequence[int]],
+        fp32_constants: Constants | None = None,
+    ) -> None:
         names = MethodMetadata(model.input_names, model.output_names)
         by_index = {
             index: handles.get(op.outputs[0].name, ())
@@ -469,7 +499,7 @@ class SingleModel:
             if op.outputs
         }
         self.delegates: Sequence[MeasuredDelegate] = [
-            MeasuredDelegate(model.with_function(model.function), names, by_index)
+            MeasuredDelegate(_with_constants(model, fp32_constants), names, by_index)
         ]
         self.output_names: Sequence[str] = model.output_names
 

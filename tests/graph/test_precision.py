@@ -81,6 +81,25 @@ def _sqnr(executable: Executable, engine: str, want: np.ndarray, *arrays: Any) -
     return sqnr_db(want, got)
 
 
+def test_rounding_of_constants_is_measured() -> None:
+    random = np.random.default_rng(0)
+    weight = 1 + 1e-3 * random.standard_normal((64, 64), np.float32)
+    x = random.standard_normal((4, 64), np.float32)
+    x -= x.mean(-1, keepdims=True)
+
+    def product(b: Builder, value: Value) -> Value:
+        return b.dot(value, b.constant(weight))
+
+    executable = _compiled(product, x)
+    assert executable.precision is not None
+    assert executable.precision.before_db < SQNR_FP16_GUARDED
+    want = x.astype(np.float64) @ weight.astype(np.float64)
+    for engine in ENGINES:
+        assert _sqnr(executable, engine, want, x) >= SQNR_FP16_GUARDED
+    again = executable.measure_precision([(x,)])
+    assert again.before_db == executable.precision.after_db
+
+
 @pytest.mark.parametrize("name", LOST)
 def test_nodes_that_lose_their_numbers_compute_in_fp32(name: str) -> None:
     function, reference, x = LOST[name]

@@ -235,8 +235,8 @@ def test_models_without_inputs_need_ios18() -> None:
 def test_converted_models_that_break_the_contract_are_refused(break_it: Any, message: str) -> None:
     intact = convert._convert
 
-    def broken(*args: Any) -> convert.Conversion:
-        conversion = intact(*args)
+    def broken(*args: Any, **keywords: Any) -> convert.Conversion:
+        conversion = intact(*args, **keywords)
         break_it(conversion.spec.description)
         return conversion
 

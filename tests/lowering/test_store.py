@@ -208,7 +208,7 @@ def test_a_damaged_entry_is_made_again(
 def test_a_partition_that_fails_is_not_kept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     from coreml_delegate.lowering import build
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **_keywords: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(build, "convert_program", fail)

@@ -120,9 +120,9 @@ def _lower(
 def test_a_program_without_islands_is_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     conversions: list[bool] = []
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **keywords: Any) -> Any:
         conversions.append(True)
-        return build_files(*arguments)
+        return build_files(*arguments, **keywords)
 
     monkeypatch.setattr(proof, "build_files", counted)
     monkeypatch.setattr(backend, "build_files", counted)
@@ -132,6 +132,36 @@ def test_a_program_without_islands_is_converted_once(monkeypatch: pytest.MonkeyP
     assert len(conversions) == 1
     _lowered()  # once in fp16, and once with islands
     assert len(conversions) == 3
+
+
+class Centred(torch.nn.Module):
+    """A product in which nearly equal weights cancel, so that their rounding is what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(1 + torch.randn(64, 64) * 1e-3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((x - x.mean(-1, keepdim=True)) @ self.weight,)
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_rounding_of_weights_is_measured(is_planned: bool) -> None:
+    torch.manual_seed(0)
+    module, x = Centred().eval(), torch.randn(4, 64)
+    partitioner = CoreMLPartitioner(compile_specs=AUTO)
+    program = torch.export.export(module, (x,))
+    if is_planned:  # converts the same partition, without the weights in fp32
+        partitioner.plan(program)
+    pte = _lower(program, partitioner)
+    precision = partitioner.report.precision
+    assert precision is not None
+    assert precision.in_fp32 == {"aten_matmul_default"}
+    plain = CoreMLPartitioner(compile_specs=CoreMLBackend.generate_compile_specs())
+    in_fp16 = _worst(_lower(program, plain), module, (x,))
+    assert in_fp16 < SQNR_FP16_GUARDED
+    assert precision.before_db == pytest.approx(in_fp16, abs=0.5)
+    assert _worst(pte, module, (x,)) >= SQNR_FP16_GUARDED
 
 
 class Shifted(torch.nn.Module):

@@ -1,6 +1,6 @@
 """Writes the table of precisions of ``docs/models.md``: ``make models``.
 
-With names of architectures, it measures only them; without, the architectures that have no row yet.
+With names of models, it measures only them; without, the models that have no row yet.
 The page is written after each.
 """
 
@@ -13,16 +13,20 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from models.architectures import ARCHITECTURES
+from models.architectures import ARCHITECTURES, Architecture
 from models.measuring import MeasuredPrecision, measure_precision
 from models.model_table import PAGE, decibels, number
+from models.rows import ROWS, Row
 from support.generated_sections import with_section
 
 from coreml_delegate.formats.caches import CACHE_VARIABLE
+from coreml_delegate.options.partitioner_options import MIN_SQNR_DB
 
 SECTION = "precisions"
+MODELS: tuple[Architecture | Row, ...] = (*ARCHITECTURES, *(row for row in ROWS if not row.picks))
+"""The rows, in order; models that pick the best of many candidates are not compared."""
 _TITLES = (
-    *("architecture", "from", "fp16", "auto", "islands", "calls in fp32"),
+    *("model", "from", "fp16", "auto", "islands", "calls in fp32"),
     *("fp16, lowering", "auto, lowering"),
 )
 
@@ -33,13 +37,14 @@ def rows(measured: Mapping[str, MeasuredPrecision]) -> Iterator[str]:
     Args:
         measured: By name.
     """
-    known = [row for row in ARCHITECTURES if row.name in measured]
+    known = [row for row in MODELS if row.name in measured]
     values = [measured[row.name] for row in known]
     if values:
         islands = statistics.median(value.islands for value in values)
+        reached = sum(round(value.auto_db) >= MIN_SQNR_DB for value in values)
         yield (
-            f"{len(values)} architectures: at least {min(v.auto_db for v in values):.0f} dB in "
-            f"`auto`, and {islands:.0f} islands in the median."
+            f"{len(values)} models: {reached} with at least {MIN_SQNR_DB:.0f} dB in `auto`, and "
+            f"{islands:.0f} islands in the median."
         )
         yield ""
     yield f"| {' | '.join(_TITLES)} |"
@@ -69,15 +74,16 @@ def read(text: str) -> dict[str, MeasuredPrecision]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Measure architectures, and write the page after each."""
-    for row in ARCHITECTURES:
-        text = PAGE.read_text("utf-8")
-        known = read(text)
-        if row.name not in names if names else row.name in known:
+    """Measure models, and write the page after each."""
+    known_names = read(PAGE.read_text("utf-8")).keys()
+    for row in MODELS:
+        if row.name not in names if names else row.name in known_names:
             continue
-        known[row.name] = measure_precision(*row.build())
+        measured = measure_precision(*row.build())
+        text = PAGE.read_text("utf-8")
+        known = read(text) | {row.name: measured}
         PAGE.write_text(with_section(text, SECTION, rows(known)), "utf-8")
-        print(row.name, known[row.name], flush=True)  # noqa: T201 - the progress of minutes
+        print(row.name, measured, flush=True)  # noqa: T201 - the progress of minutes
         gc.collect()
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.attention import Call
-from coreml_delegate.llm.caches import buffer_caches, input_caches, new_tensors
+from coreml_delegate.llm.caches import LayerCache, buffer_caches, input_caches, new_tensors
 from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.layout import CacheKind, Layout
@@ -122,20 +122,22 @@ class Append(_Method):
         return logits if self.selection is None else self.selection.select(logits)
 
 
-class _Buffers(nn.Module):
+class CacheBuffers(nn.Module):
     """Caches of a decoder as buffers, by kind and layer: ``keys_0``.
 
     Args:
-        decoder: The model.
+        layers: Shapes of the cache of each layer.
         context: Number of tokens of the longest text.
         ahead: See ``LayerCache.rows``.
         suffix: End of the names.
     """
 
-    def __init__(self, decoder: Decoder, context: int, ahead: int, suffix: str) -> None:
+    def __init__(
+        self, layers: Sequence[LayerCache], context: int, ahead: int = 0, suffix: str = ""
+    ) -> None:
         super().__init__()
         self._names: list[str] = []
-        for index, layer in enumerate(decoder.layers):
+        for index, layer in enumerate(layers):
             for kind, empty in layer.empty(context, ahead).items():
                 self._names.append(f"{kind}_{index}{suffix}")
                 self.register_buffer(self._names[-1], empty)
@@ -146,7 +148,7 @@ class _Buffers(nn.Module):
         return [self.get_buffer(name) for name in self._names]
 
 
-class Forward(_Buffers):
+class Forward(CacheBuffers):
     """Method ``forward``: a chunk of tokens; the caches are buffers.
 
     No token attends to keys of padding: the tokens at these positions overwrite them first. The
@@ -167,7 +169,7 @@ class Forward(_Buffers):
         selection: Selection | None = None,
         suffix: str = "",
     ) -> None:
-        super().__init__(decoder, context, length - 1, suffix)
+        super().__init__(decoder.layers, context, length - 1, suffix)
         self.append = Append(decoder, selection)
 
     def forward(
@@ -177,7 +179,7 @@ class Forward(_Buffers):
         return self.append(tokens, position, last, self.caches)
 
 
-class StandardForward(_Buffers):
+class StandardForward(CacheBuffers):
     """Method ``forward`` of the standard layout: up to a chunk of tokens; the caches are buffers.
 
     With ``CacheKind.STATE`` Core ML writes the caches. With ``CacheKind.BUFFER`` it reads them and
@@ -194,7 +196,8 @@ class StandardForward(_Buffers):
 
     def __init__(self, decoder: Decoder, layout: Layout, *, suffix: str = "") -> None:
         has_states = layout.cache is CacheKind.STATE
-        super().__init__(decoder, layout.context, layout.chunk - 1 if has_states else 0, suffix)
+        ahead = layout.chunk - 1 if has_states else 0
+        super().__init__(decoder.layers, layout.context, ahead, suffix)
         self.chunk, self.context = layout.chunk, layout.context
         self._replaced = decoder.replaced
         self.core_ml = Append(decoder) if has_states else Prefill(decoder)
@@ -208,8 +211,7 @@ class StandardForward(_Buffers):
                 expected=f"at most {window}",
                 remedy="Choose a smaller --prefill-chunk, or --cache state",
             )
-        # A byte for each position, all zero: reading one fails if it is not in the context.
-        self.register_buffer("positions", torch.zeros(layout.context, dtype=torch.int8))
+        self.positions = Positions(layout.context)
 
     def forward(self, tokens: torch.Tensor, start_pos: torch.Tensor) -> torch.Tensor:
         """Return the logits [1, V] of the last token.
@@ -222,7 +224,7 @@ class StandardForward(_Buffers):
         padding = (0,) * (2 * (tokens.dim() - 2))
         chunk = functional.pad(tokens, (*padding, 0, self.chunk - count))
         last = torch.full((1,), count - 1)
-        position = start_pos + self.get_buffer("positions")[start_pos + last]
+        position = self.positions(start_pos, last)
         caches = self.caches
         if isinstance(self.core_ml, Append):
             return self.core_ml(chunk, position, last, caches)
@@ -262,17 +264,41 @@ class StandardEmbedding(nn.Module):
         return self.core_ml(functional.pad(tokens, (0, self.chunk - count)))[:, :count]
 
 
+class Positions(nn.Module):
+    """The check that a call is in the context.
+
+    Args:
+        context: Number of tokens of the longest text.
+    """
+
+    def __init__(self, context: int) -> None:
+        super().__init__()
+        # A byte for each position, all zero: reading one fails if it is not in the context.
+        self.register_buffer("table", torch.zeros(context, dtype=torch.int8))
+
+    def forward(self, start: torch.Tensor, last: torch.Tensor | int = 0) -> torch.Tensor:
+        """Return the position ``start`` [1], int64; fail if ``start + last`` is too large."""
+        return start + self.get_buffer("table")[start + last]
+
+
 CORE_ML = "core_ml"
 """Name of the submodule of a standard method that Core ML computes as a whole."""
 
 
-def keep_sizes_static(program: ExportedProgram) -> None:
-    """Keep the calls around a standard method's Core ML module on ExecuTorch's kernels."""
+def keep_sizes_static(
+    program: ExportedProgram, reason: str = "the number of tokens varies"
+) -> None:
+    """Keep the calls around a standard method's Core ML module on ExecuTorch's kernels.
+
+    Args:
+        program: The method.
+        reason: For the report.
+    """
     for node in program.graph.nodes:
         if node.op == "call_function":
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
             if not any(CORE_ML in path.split(".") for path in paths):
-                do_not_delegate(node, "the number of tokens varies")
+                do_not_delegate(node, reason)
 
 
 def _select(logits: torch.Tensor, selection: Selection | None) -> tuple[torch.Tensor, ...]:

@@ -20,6 +20,7 @@ from coreml_delegate.llm.attention import MASKED, Call, active_call
 from coreml_delegate.llm.caches import (
     EncoderDecoderCache,
     LayerCache,
+    buffer_caches,
     cross_rows,
     empty_caches,
     input_caches,
@@ -159,6 +160,26 @@ class EncoderDecoder(nn.Module):
             )
         return tuple(cross_rows(cache))
 
+    def pack(self, cross: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return results of ``encode`` as one tensor [1, all heads, N, width].
+
+        Raises:
+            LoweringError: The layers have keys or values of different widths.
+        """
+        widths = {tensor.shape[3] for tensor in cross}
+        if len(widths) > 1:
+            raise LoweringError(
+                "keys and values of the source have different widths, and are not one tensor",
+                got=", ".join(map(str, sorted(widths))),
+                remedy="Export with --layout methods",
+            )
+        return torch.cat(list(cross), dim=1)
+
+    def unpack(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return the results of ``encode`` from the tensor of ``pack``."""
+        heads = [sizes[0] for layer in self.cross for sizes in (layer.keys, layer.values) if sizes]
+        return list(packed.split(heads, dim=1))
+
     def advance(
         self,
         tokens: torch.Tensor,
@@ -180,21 +201,51 @@ class EncoderDecoder(nn.Module):
         """
         call, count = Call(), tokens.shape[1]
         own = input_caches(self.layers, past, position, call, length=count, ordered=False)
-        layers: list[Any] = own.layers
+        logits = self._logits(tokens, position, with_source(own, cross), call, length)
+        chosen = logits if last is None else logits.index_select(1, last)
+        return (chosen[:, 0], *new_tensors(own))
+
+    def append(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        buffers: Sequence[torch.Tensor],
+        cross: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the logits [1, V] of one token, whose keys and values are written to the caches.
+
+        Args:
+            tokens: [1, 1], integers.
+            position: Position of the token, [1], integers.
+            buffers: Keys and values, layer by layer, each [1, kv_heads, S, width]; changed.
+            cross: Results of ``encode``, of a spectrogram.
+        """
+        own = buffer_caches(self.layers, buffers, position, length=1)
+        return self._logits(tokens, position, with_source(own, cross), Call())[:, 0]
+
+    def _logits(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        caches: EncoderDecoderCache,
+        call: Call,
+        length: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the logits [1, L, V] of a call."""
+        count = tokens.shape[1]
+        layers: list[Any] = caches.self_attention_cache.layers
         _, columns = layers[0].get_mask_sizes(count)
         call.positions = (position + torch.arange(count), columns)
         # A placeholder: the caches have the keys and values of the encoder's result.
         encoded = torch.zeros(self._encoded)
         with active_call(call, self.model):
-            outputs = self.model(
+            return self.model(
                 encoder_outputs=(encoded,),
                 **self._source_mask(length),
                 decoder_input_ids=tokens,
-                cache=with_source(own, cross),
+                cache=caches,
                 use_cache=True,
-            )
-        logits = outputs.logits if last is None else outputs.logits.index_select(1, last)
-        return (logits[:, 0], *new_tensors(own))
+            ).logits
 
     def _source_mask(self, length: torch.Tensor | None) -> dict[str, torch.Tensor]:
         if length is None:

@@ -2,6 +2,9 @@
 
 ``encode`` takes a source, and returns its keys and values for each layer of the decoder.
 ``decode`` and ``prefill`` take these and the caches, and otherwise equal a decoder's methods.
+
+In the standard layout ``encoder`` returns these keys and values as one tensor, because ExecuTorch's
+``AsrRunner`` passes one; ``text_decoder`` holds the caches.
 """
 
 from __future__ import annotations
@@ -14,9 +17,18 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from coreml_delegate.errors import LoweringError
+from coreml_delegate.llm.decoder_methods import CacheBuffers, Positions, keep_sizes_static
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
 from coreml_delegate.llm.export import drop_unused_buffers
-from coreml_delegate.llm.layout import DECODE, ENCODE, PREFILL, Layout
+from coreml_delegate.llm.layout import (
+    DECODE,
+    ENCODE,
+    ENCODER,
+    PREFILL,
+    TEXT_DECODER,
+    CacheKind,
+    Layout,
+)
 from coreml_delegate.llm.stored_weights import read_weights
 from coreml_delegate.patches.third_party import wrap_errors
 
@@ -32,7 +44,7 @@ def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, E
 
     Args:
         model: In eval mode; its weights are read into memory.
-        layout: Chunk and context.
+        layout: Kind of the caches, chunk and context.
 
     Raises:
         LoweringError: ``torch.export`` cannot capture the model.
@@ -45,6 +57,13 @@ def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, E
     token, chunk = (torch.zeros(1, n, dtype=torch.long) for n in (1, layout.chunk))
     cross = [empty for layer in model.cross for empty in layer.empty(model.positions, 0).values()]
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
+        if layout.standard:
+            encoder = StandardEncoder(model).eval()
+            decoder = StandardTextDecoder(model, layout).eval()
+            program = torch.export.export(decoder, (token, encoder(source), position))
+            keep_sizes_static(program, "it checks the position or writes a cache")
+            encoding = torch.export.export(encoder, (source,))
+            return {ENCODER: _prune(encoding), TEXT_DECODER: _prune(program)}
         methods: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
             ENCODE: (Encode(model), (source, *length)),
             DECODE: (Decode(model), (token, position, caches, cross, *length)),
@@ -135,3 +154,66 @@ class Prefill(_Method):
             length: The ``length`` passed to ``encode``.
         """
         return self.model.advance(tokens, position, caches, cross, length, last)
+
+
+class StandardEncoder(_Method):
+    """Method ``encoder`` of the standard layout: a spectrogram."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the keys and values of all layers, [1, tensors * heads, N, width].
+
+        Args:
+            features: [1, bins, frames].
+        """
+        return self.model.pack(self.model.encode(features))
+
+
+class StandardTextDecoder(CacheBuffers):
+    """Method ``text_decoder`` of the standard layout: one token; the caches are buffers.
+
+    Args:
+        model: The model.
+        layout: Context and kind of the caches; see ``StandardForward``.
+    """
+
+    def __init__(self, model: EncoderDecoder, layout: Layout) -> None:
+        super().__init__(model.layers, layout.context)
+        self.positions = Positions(layout.context)
+        has_states = layout.cache is CacheKind.STATE
+        self.core_ml = _AppendToken(model) if has_states else _AdvanceToken(model)
+
+    def forward(
+        self, tokens: torch.Tensor, encoded: torch.Tensor, cache_position: torch.Tensor
+    ) -> torch.Tensor:
+        """Return logits [1, V].
+
+        Args:
+            tokens: [1, 1], int64.
+            encoded: Result of ``encoder``.
+            cache_position: [1], int64: number of tokens before.
+        """
+        position = self.positions(cache_position)
+        logits, *new = self.core_ml(tokens, encoded, position, self.caches)
+        for cache, values in zip(self.caches, new, strict=False):  # a state has been written
+            torch.ops.aten.index_put_.default(cache, [None, None, position], values)
+        return logits
+
+
+class _AdvanceToken(_Method):
+    """A token, with caches that are only read."""
+
+    def forward(
+        self, tokens: torch.Tensor, encoded: torch.Tensor, position: torch.Tensor, caches: Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [1, V], then keys and values [1, heads, 1, width] of each layer."""
+        return self.model.advance(tokens, position, caches, self.model.unpack(encoded))
+
+
+class _AppendToken(_Method):
+    """A token, written to the caches."""
+
+    def forward(
+        self, tokens: torch.Tensor, encoded: torch.Tensor, position: torch.Tensor, caches: Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits [1, V]."""
+        return (self.model.append(tokens, position, caches, self.model.unpack(encoded)),)

@@ -210,7 +210,12 @@ class Generator:
             InputError: The model has no encoder.
         """
         self._require_source()
-        return _sizes(self._program.program.method(ENCODE).input_specs[0])
+        return _sizes(self._program.program.method(self._encoder).input_specs[0])
+
+    @property
+    def _encoder(self) -> str:
+        """Name of the method that encodes a source."""
+        return self.layout.input_methods[0]
 
     def reset(self) -> None:
         """Begin a new text; an encoder-decoder model keeps its source.
@@ -238,7 +243,7 @@ class Generator:
         else:
             count = len(source)
             inputs = [self._pad_source(source, shape), torch.tensor([count])]
-        results = self._run(ENCODE, inputs)
+        results = self._run(self._encoder, inputs)
         self._source = [*results, *inputs[1:]]
         self.encoder.seconds += time.perf_counter() - start
         self.encoder.tokens += count
@@ -484,25 +489,25 @@ class Generator:
         return results[:first_cache]
 
     def _standard_logits(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Call ``forward`` once; return the logits [1, V] of the last token.
+        """Call ``forward`` or ``text_decoder`` once; return the logits [1, V] of the last token.
 
         Other exporters take the position of every token in place of the first one's, and may
         return the logits of all tokens.
         """
         count, method = len(inputs), self._methods[0]
         specs = self._program.program.method(method).input_specs
-        if len(specs) != 2:
+        if len(specs) != 2 + len(self._source):
             raise ProgramError(
                 "the program is no language model with a cache",
                 got=f"{len(specs)} inputs of {method}",
                 expected="tokens and their position",
             )
         positions = torch.arange(self._position, self._position + count)
-        if _sizes(specs[1]) == (1,):
+        if _sizes(specs[-1]) == (1,):
             positions = positions[:1]
         arguments = [
             tensor.to(spec.dtype) if isinstance(spec, TensorSpec) else tensor
-            for tensor, spec in zip((inputs[None], positions), specs, strict=True)
+            for tensor, spec in zip((inputs[None], *self._source, positions), specs, strict=True)
         ]
         logits = self._run(method, arguments)[0]
         self._position += count

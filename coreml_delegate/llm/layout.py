@@ -5,8 +5,10 @@ if they have it.
 
 The *standard* layout is what ExecuTorch's runners call (``extension/llm/runner``: the C++ class
 ``TextLLMRunner``, Swift's ``TextRunner``, and ``MultimodalRunner`` for images): one method with two
-inputs, tokens and the position of the first, whose caches stay in the program. The other layout
-has methods with more inputs, for callers that hold the caches.
+inputs, tokens and the position of the first, whose caches stay in the program. For recordings
+(``extension/asr/runner``: the C++ class ``AsrRunner``) it has the methods ``encoder``, of a
+spectrogram, and ``text_decoder``, of one token, the encoder's result and the position. The other
+layout has methods with more inputs, for callers that hold the caches.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 from coreml_delegate.errors import OptionError, ProgramError, near_matches
 from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.images import ImageInput
-from coreml_delegate.llm.source import NAMES, Source
+from coreml_delegate.llm.source import NAMES, Source, SourceKind
 
 ENCODE = "encode"
 DECODE = "decode"
@@ -27,6 +29,7 @@ PREFILL = "prefill"
 FORWARD = "forward"
 VISION = "vision"
 EMBED = "embed"
+ENCODER = "encoder"
 TEXT_DECODER = "text_decoder"
 VISION_ENCODER = "vision_encoder"
 TOKEN_EMBEDDING = "token_embedding"
@@ -111,7 +114,13 @@ class Layout:
                 expected=" or ".join(kind.value for kind in kinds),
                 remedy="Choose another --cache or --layout",
             )
-        if self.standard and (self.selection is not None or self.source is not None):
+        if self.standard and self.source is not None and self.source.kind is not SourceKind.AUDIO:
+            raise OptionError(
+                "ExecuTorch's runner of models with an encoder takes recordings",
+                got="a model that takes texts in the layout standard",
+                remedy="Choose --layout methods",
+            )
+        if self.standard and self.selection is not None:
             raise OptionError(
                 "ExecuTorch's runners take logits of a model without an encoder",
                 got=str(self.selection or "a model with an encoder"),
@@ -139,7 +148,7 @@ class Layout:
     def input_methods(self) -> tuple[str, ...]:
         """Names of the methods that compute inputs of the decoding methods."""
         if self.source is not None:
-            return (ENCODE,)
+            return (ENCODER,) if self.standard else (ENCODE,)
         if self.image is None:
             return ()
         return (VISION_ENCODER, TOKEN_EMBEDDING) if self.standard else (VISION, EMBED)
@@ -167,7 +176,7 @@ class Layout:
                 remedy=None if self.adapters else "Export it with --adapter",
             )
         names = (DECODE, PREFILL) if self.cache is CacheKind.IO else (FORWARD,)
-        if self.standard and self.image is not None:
+        if self.standard and (self.image is not None or self.source is not None):
             names = (TEXT_DECODER,)
         return names if adapter is None else tuple(f"{name}_{adapter}" for name in names)
 
@@ -179,7 +188,9 @@ class Layout:
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
         form = (
-            {"enable_dynamic_shape": True} if self.standard else {_VERSION_CONSTANT: self.version}
+            {"enable_dynamic_shape": self.source is None}
+            if self.standard
+            else {_VERSION_CONSTANT: self.version}
         )
         return {
             **form,
@@ -270,5 +281,6 @@ class Layout:
             eos=tuple(map(int, call("get_eos_ids"))) if "get_eos_ids" in names else (),
             adapters=tuple(map(str, call("get_adapters"))) if "get_adapters" in names else (),
             image=ImageInput.read(names, call),
+            source=Source.read({name: call(name) for name in NAMES if name in names}),
             standard=True,
         )

@@ -80,9 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         choices=LAYOUTS,
-        help="methods of the file: the one that ExecuTorch's runners call (standard, the "
+        help="methods of the file: those that ExecuTorch's runners call (standard, the "
         "default), or several with further inputs (methods, the default of models that read "
-        "images or have an encoder, with --sample-in-model and with --cache io)",
+        "images or encode texts, with --sample-in-model and with --cache io)",
     )
     parser.add_argument(
         "--cache",
@@ -271,24 +271,29 @@ def _target(args: argparse.Namespace) -> Opset:
 def _encoder_decoder(
     args: argparse.Namespace, config: Any, selection: Selection | None, adapters: tuple[str, ...]
 ) -> tuple[EncoderDecoder, Layout]:
-    from coreml_delegate.llm.checkpoint import end_tokens
+    from coreml_delegate.llm.checkpoint import end_tokens, main_input
+    from coreml_delegate.llm.encoder_decoder import source_kind
     from coreml_delegate.llm.encoder_decoder_checkpoint import (
         describe_source,
         load_encoder_decoder,
     )
     from coreml_delegate.llm.layout import CacheKind, Layout
+    from coreml_delegate.llm.source import SourceKind
 
-    if args.layout == "standard":
-        raise OptionError(
-            "ExecuTorch's runners of language models take no model with an encoder",
-            got="--layout standard",
-            expected="--layout methods",
-        )
-    if args.cache not in (None, CacheKind.IO.value):
+    takes_text = source_kind(main_input(config)) is SourceKind.TOKENS
+    standard, cache = _form(args, needs_methods=takes_text)
+    if not standard and cache != CacheKind.IO.value:
         raise OptionError(
             "an encoder-decoder model has several methods, which share no state on a device",
-            got=f"--cache {args.cache}",
+            got=f"--cache {cache}",
             expected=f"--cache {CacheKind.IO.value}",
+        )
+    if standard and args.prefill_chunk not in (None, 1):
+        raise OptionError(
+            "ExecuTorch's runner passes the tokens of a transcription one by one",
+            got=f"--prefill-chunk {args.prefill_chunk}",
+            expected="1",
+            remedy="Leave it out, or export with --layout methods",
         )
     folder: Path | None = args.checkpoint
     model = load_encoder_decoder(
@@ -301,13 +306,14 @@ def _encoder_decoder(
     layout = Layout(
         vocabulary=model.vocabulary,
         context=model.context,
-        chunk=min(args.prefill_chunk or _ANSWER_CHUNK, model.context),
-        cache=CacheKind.IO,
+        chunk=1 if standard else min(args.prefill_chunk or _ANSWER_CHUNK, model.context),
+        cache=CacheKind(cache),
         bos=model.bos,
         eos=end_tokens(config, folder),
         selection=selection,
         adapters=adapters,
         source=describe_source(model, config, folder),
+        standard=standard,
     )
     return model, layout
 
@@ -341,7 +347,7 @@ def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
     keywords = arguments.keywords_of(args, CompileOptions)
     keywords["minimum_deployment_target"] = target
     specs = CoreMLBackend.generate_compile_specs(**keywords)
-    if layout.source is not None and target >= Opset.iOS18:
+    if layout.source is not None and not layout.standard and target >= Opset.iOS18:
         # An encoder of audio may share no weight with the decoder, and is kept with it.
         specs.append(
             CoreMLBackend.generate_multimethod_weight_sharing_strategy_compile_spec(
@@ -390,7 +396,7 @@ def _report(
     else:
         _print(document, decoder, layout)
     for name, report in reports.items():
-        if _left_on_cpu(report, layout):
+        if _left_on_cpu(name, report, layout):
             console.warn(f"{name} does not run entirely on Core ML")
             console.write(report.to_table())
         # Only the methods that decode have the layers.
@@ -401,11 +407,12 @@ def _report(
                 console.warn(f"{name} does not share its weights: {partition.not_shared}")
 
 
-def _left_on_cpu(report: DelegationReport, layout: Layout) -> bool:
+def _left_on_cpu(method: str, report: DelegationReport, layout: Layout) -> bool:
     """Whether calls of the model stay on the CPU, besides those of the standard layout."""
     from coreml_delegate.llm.decoder_methods import CORE_ML
+    from coreml_delegate.llm.layout import ENCODER, VISION_ENCODER
 
-    if not layout.standard:
+    if not layout.standard or method in (ENCODER, VISION_ENCODER):
         return bool(report.undelegated)
     return any(node.module.split(".")[0] == CORE_ML for node in report.undelegated)
 

@@ -22,7 +22,7 @@ from support.multimethod import IOS18
 from support.multimethod import specs as specs_of
 from support.tolerances import SQNR_FP16, SQNR_FP32, SQNR_INT8, logits_bounds, sqnr_db
 
-from coreml_delegate import CoreMLPartitioner
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import CoreMLDelegateError, InputError, OptionError
 from coreml_delegate.formats.blob import BlobReference, unflatten
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
@@ -30,7 +30,8 @@ from coreml_delegate.llm.encoder_decoder_methods import export_encoder_decoder
 from coreml_delegate.llm.export import lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
-from coreml_delegate.llm.source import Source, Spectrogram
+from coreml_delegate.llm.source import Source, SourceKind, Spectrogram
+from coreml_delegate.ops import ReasonCode
 from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.runtime.program.plan import TensorSpec
 from coreml_delegate.runtime.program.pte import PteProgram
@@ -207,6 +208,68 @@ def test_weights_are_stored_once_in_one_model(name):
         assert BlobReference.decode(delegate.processed).function_name == method
         # Nor are weights that a method does not use stored with it.
         assert not [v for v in info.values if isinstance(v, TensorSpec) and v.is_constant]
+
+
+def recognizer(cache: CacheKind, target: dict[str, Any]) -> bytes:
+    """Whisper in the layout of ExecuTorch's runner of speech recognition."""
+    made = prepared("whisper")
+    source = Source(made.kind, made.source, (3,))
+    layout = Layout(made.vocabulary, CONTEXT, 1, cache, eos=(2,), source=source, standard=True)
+    has_states = cache is CacheKind.STATE
+    specs = CoreMLBackend.generate_compile_specs(compute_precision="float32", **target)
+    partitioner = CoreMLPartitioner(compile_specs=specs, take_over_mutable_buffer=has_states)
+    program = lower(export_encoder_decoder(made, layout), layout, partitioner).buffer
+    assert layout.methods == ("encoder", "text_decoder")
+    assert [len(report.partitions) for report in partitioner.reports] == [1, 1]
+    encoder, decoder = partitioner.reports
+    assert not encoder.undelegated
+    assert {node.reason.code for node in decoder.undelegated if node.reason} == {ReasonCode.SKIPPED}
+    return bytes(program)
+
+
+@pytest.mark.parametrize(
+    ("cache", "target", "engine", "host"),
+    [
+        (CacheKind.STATE, IOS18, "openvino", "stock"),
+        pytest.param(CacheKind.STATE, IOS18, "reference", "python", marks=pytest.mark.slow),
+        (CacheKind.BUFFER, {}, "openvino", "stock"),
+        pytest.param(CacheKind.BUFFER, {}, "reference", "python", marks=pytest.mark.slow),
+    ],
+)
+def test_a_recognizer_is_called_as_by_executorchs_runner(cache, target, engine, host):
+    """The calls of ``AsrRunner::transcribe``, which ExecuTorch's wheel does not have."""
+    runner = runtime.load_program(recognizer(cache, target), engine=engine, host=host)
+    module, features = model("whisper"), tiny_source("whisper")
+    for recording in (features, features.flip(-1)):  # the caches need no reset in between
+        (encoded,) = runner.run("encoder", [recording])
+        assert torch.as_tensor(encoded).dim() >= 3  # the runner logs three sizes
+        tokens = [3]
+        for position in range(STEPS // 2):
+            (logits,) = runner.run(
+                "text_decoder", [torch.tensor([tokens[-1:]]), encoded, torch.tensor([position])]
+            )
+            tokens.append(int(torch.as_tensor(logits).flatten().argmax()))
+        expected_logits = logits_of_transformers(module, recording, tokens[:-1])
+        assert tokens[1:] == expected_logits.argmax(-1).tolist()
+        actual = torch.as_tensor(logits)[0]
+        atol, rtol = logits_bounds(expected_logits)
+        torch.testing.assert_close(actual, expected_logits[-1], atol=atol, rtol=rtol)
+    with pytest.raises(CoreMLDelegateError):
+        runner.run("text_decoder", [torch.tensor([[3]]), encoded, torch.tensor([CONTEXT])])
+
+
+def test_a_recognizer_generates_as_the_other_layout():
+    tokens, logits = expected("whisper")
+    generator = Generator.load(recognizer(CacheKind.BUFFER, {}), engine="openvino")
+    actual = logits_of(generator, "whisper", tokens[:8])
+    atol, rtol = logits_bounds(logits)
+    torch.testing.assert_close(actual, logits[:9], atol=atol, rtol=rtol)
+
+
+def test_a_model_of_texts_is_not_for_executorchs_runner():
+    source = Source(SourceKind.TOKENS, SOURCE, (3,))
+    with pytest.raises(OptionError, match="takes recordings"):
+        Layout(256, CONTEXT, 1, CacheKind.BUFFER, source=source, standard=True)
 
 
 def test_another_source_gives_other_logits():

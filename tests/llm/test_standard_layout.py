@@ -285,7 +285,7 @@ def test_calls_of_the_model_on_the_cpu_are_told_from_those_of_the_layout(skipped
     )
     report = plan(program, partitioner)
     assert report.undelegated
-    assert export_llm._left_on_cpu(report, layout) == (skipped is not None)
+    assert export_llm._left_on_cpu("forward", report, layout) == (skipped is not None)
 
 
 def test_a_chunk_longer_than_a_window_needs_states():

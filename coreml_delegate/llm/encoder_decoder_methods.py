@@ -193,8 +193,11 @@ class StandardTextDecoder(CacheBuffers):
             cache_position: [1], int64: number of tokens before.
         """
         position = self.positions(cache_position)
-        logits, *new = self.core_ml(tokens, encoded, position, self.caches)
-        for cache, values in zip(self.caches, new, strict=False):  # a state has been written
+        caches = self.caches
+        if isinstance(self.core_ml, _AppendToken):
+            return self.core_ml(tokens, encoded, position, caches)
+        logits, *new = self.core_ml(tokens, encoded, position, caches)
+        for cache, values in zip(caches, new, strict=True):
             torch.ops.aten.index_put_.default(cache, [None, None, position], values)
         return logits
 
@@ -214,6 +217,6 @@ class _AppendToken(_Method):
 
     def forward(
         self, tokens: torch.Tensor, encoded: torch.Tensor, position: torch.Tensor, caches: Tensors
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> torch.Tensor:
         """Return logits [1, V]."""
-        return (self.model.append(tokens, position, caches, self.model.unpack(encoded)),)
+        return self.model.append(tokens, position, caches, self.model.unpack(encoded))

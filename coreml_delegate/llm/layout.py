@@ -122,8 +122,8 @@ class Layout:
             )
         if self.standard and self.selection is not None:
             raise OptionError(
-                "ExecuTorch's runners take logits of a model without an encoder",
-                got=str(self.selection or "a model with an encoder"),
+                "ExecuTorch's runners take logits",
+                got=str(self.selection),
                 remedy="Export it with --layout methods",
             )
         if self.adapters and self.input_methods:

@@ -57,7 +57,7 @@ def result_of(files: Files) -> PreprocessResult:
 
 
 def build_files(
-    program: ExportedProgram, options: CompileOptions, *, with_constants: bool = False
+    program: ExportedProgram, options: CompileOptions, *, records_constants: bool = False
 ) -> Files:
     """Lower a subgraph, or read the result of an earlier lowering from the cache.
 
@@ -67,7 +67,7 @@ def build_files(
     Args:
         program: The subgraph, in edge or ATen dialect; it may be modified, its tensors are not.
         options: The compile options.
-        with_constants: Whether to return the constants that fp16 rounds as well, as files beside
+        records_constants: Whether to return the constants that fp16 rounds as well, as files beside
             those of the blob; see ``formats.fp32_constants``.
 
     Returns:
@@ -81,16 +81,16 @@ def build_files(
         OptionError: Weight compression needs a later deployment target.
     """
     options.check_compression()
-    entry = ConversionCacheEntry.of(program, options, with_constants=with_constants)
+    entry = ConversionCacheEntry.of(program, options, records_constants=records_constants)
     files = entry and entry.find()
     if files is None:
-        files = _lower(program, options, with_constants=with_constants)
+        files = _lower(program, options, records_constants=records_constants)
         if entry is not None:
             entry.keep(files)
     return files
 
 
-def _lower(program: ExportedProgram, options: CompileOptions, *, with_constants: bool) -> Files:
+def _lower(program: ExportedProgram, options: CompileOptions, *, records_constants: bool) -> Files:
     # Check
     boundary = boundary_of(program, options)
     fix_sizes(program, boundary.shapes)
@@ -107,7 +107,9 @@ def _lower(program: ExportedProgram, options: CompileOptions, *, with_constants:
     # Prepare
     prepare(program)
     # Convert
-    with convert_program(program, options, in_fp32, records_constants=with_constants) as conversion:
+    with convert_program(
+        program, options, in_fp32, records_constants=records_constants
+    ) as conversion:
         # Name the boundary
         names = name_boundary(boundary, conversion.spec, relations)
         # Identify
@@ -115,7 +117,7 @@ def _lower(program: ExportedProgram, options: CompileOptions, *, with_constants:
         files = identify(package, {"": names})[1]
         # Describe
         info = describe(conversion.spec, calls, conversion.calls, coremltools().__version__)
-        constants = (conversion.fp32_constants if with_constants else None) or {}
+        constants = (conversion.fp32_constants if records_constants else None) or {}
         return {**files, DEBUG_INFO: info.encode(), **fp32_constants.as_files(constants)}
 
 

@@ -161,7 +161,7 @@ class ConversionProof:
             record = store.keep(subgraph, options)
             try:
                 record.files, constants = split(
-                    build_files(subgraph, options, with_constants=records)
+                    build_files(subgraph, options, records_constants=records)
                 )
             except Exception as error:
                 if not is_about_the_graph(error):

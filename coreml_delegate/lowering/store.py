@@ -5,7 +5,8 @@ then cuts the same partition out of the program, copies it, and asks the backend
 blob is reused only for the same subgraph: same graph, same options, equal constants.
 
 **Conversions on disk.** An unchanged subgraph is not converted a second time. An entry has the
-files of a blob, concatenated, with their names and sizes as metadata. Its key is a digest of all
+files of a blob, concatenated, with their names and sizes as metadata; with precision ``auto`` also
+the constants that fp16 rounds. Its key is a digest of all
 inputs of the conversion: the subgraph with its constants, the options, and the toolchain. So if one
 layer of a model changes, the blobs of the other partitions are found.
 
@@ -225,14 +226,14 @@ class ConversionCacheEntry:
 
     @classmethod
     def of(
-        cls, program: ExportedProgram, options: CompileOptions, *, with_constants: bool = False
+        cls, program: ExportedProgram, options: CompileOptions, *, records_constants: bool = False
     ) -> ConversionCacheEntry | None:
         """Return the cache entry of a subgraph's conversion.
 
         Args:
             program: The subgraph, before the conversion, which may change it.
             options: How it is lowered.
-            with_constants: Whether the entry has the constants that fp16 rounds.
+            records_constants: Whether the entry has the constants that fp16 rounds.
 
         Returns:
             None if the cache is off, or if the result depends on inputs that the key lacks:
@@ -252,7 +253,7 @@ class ConversionCacheEntry:
         if sum(value.nbytes for value in constants.values()) > cache_options.limit_bytes:
             return None
         lines = [toolchain(), fingerprint(program, options), *_outside_graph(program, options)]
-        if with_constants:
+        if records_constants:
             lines.append("with constants in fp32")
         key = hashlib.sha256(digest(*lines).encode())
         for name, value in sorted(constants.items()):

@@ -444,7 +444,8 @@ class Method:
             blob, function = resolve(payload.processed, payload.named_data)
             files, metadata = blob_files(blob)
             model = Model.from_files(files, function_name=function, engine=REFERENCE.name)
-            model = _with_constants(model, fp32_constants.get(metadata.identifier))
+            if constants := fp32_constants.get(metadata.identifier):
+                model = _with_constants(model, constants)
             names = metadata.method(payload.method_name)
             info = debug_info_in(unflatten(blob))
             delegates.append(MeasuredDelegate(model, names, _handles(model.function, info)))

@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-chunk",
         "N",
         "tokens that one call takes; unless caches are inputs, single tokens are padded to it, too "
-        f"(default: {_CHUNK['state']}, with --cache io {_CHUNK['io']}; of an encoder-decoder "
-        f"model {_ANSWER_CHUNK})",
+        f"(default: {_CHUNK['state']}, with --cache io {_CHUNK['io']}; of a model that encodes "
+        f"texts {_ANSWER_CHUNK}, of a model of recordings 1)",
     )
     add_number(
         parser,
@@ -288,7 +288,7 @@ def _encoder_decoder(
             got=f"--cache {cache}",
             expected=f"--cache {CacheKind.IO.value}",
         )
-    if standard and args.prefill_chunk not in (None, 1):
+    if standard and not takes_text and args.prefill_chunk not in (None, 1):
         raise OptionError(
             "ExecuTorch's runner passes the tokens of a transcription one by one",
             got=f"--prefill-chunk {args.prefill_chunk}",

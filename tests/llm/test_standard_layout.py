@@ -262,7 +262,7 @@ def test_constants_are_those_of_the_contract_and_are_read_back():
         ({"cache": CacheKind.IO}, "got io in the layout standard, expected state or buffer"),
         (
             {"cache": CacheKind.STATE, "selection": Selection.parse("argmax")},
-            "take logits of a model without an encoder: got argmax",
+            "take logits: got argmax",
         ),
         (
             {"cache": CacheKind.BUFFER, "standard": False},

@@ -109,7 +109,9 @@ def _transform(
     )
     for rewrite in _TRANSFORMS:
         program = rewrite(program)
-    program = promote_half_to_fp32(program, options.filters.refusal)
+    program = promote_half_to_fp32(
+        program, options.filters.refusal, constants_inside=constants_inside
+    )
     if program is not folded:
         program = fold(program)
     return restore_refused(

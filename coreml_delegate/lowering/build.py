@@ -105,7 +105,7 @@ def _lower(program: ExportedProgram, options: CompileOptions, *, records_constan
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     relations = {} if boundary.enumerated else relations_of(program)
     # Prepare
-    prepare(program)
+    prepare(program, options.deployment_target)
     # Convert
     with convert_program(
         program, options, in_fp32, records_constants=records_constants
@@ -129,7 +129,7 @@ def check_translation(program: ExportedProgram, options: CompileOptions) -> None
     """
     boundary = boundary_of(program, options)
     target = options.deployment_target or required_opset(program, boundary)
-    prepare(program)
+    prepare(program, target)
     translate(program, target)
 
 

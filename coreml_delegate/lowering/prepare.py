@@ -4,15 +4,18 @@ The record of an op has its rewrite, if Core ML can express the op, but coremlto
 wrongly or not in this form.
 
 Tensors cross the boundary of a delegate in their own dtype. The device runtime, as the runtime of
-this project, casts them to and from the dtype of the model's features: fp16 and fp64 to fp32,
-integers of 8 and 16 bits to int32. Inside, such floats do not occur, and such integers are only
-moved, or cast: casts wrap values around as in PyTorch.
+this project, casts them to and from the dtype of the model's features: fp64 to fp32, integers of 8
+and 16 bits to int32. A model has fp16 features from iOS16 on, which take fp16 tensors in place;
+before, they are fp32. Inside, such floats do not occur, and such integers are only moved, or cast:
+casts wrap values around as in PyTorch.
 
-Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``multiarray`` conversion.
+Source: ExecuTorch 1.0 to 1.5, Core ML runtime: ``multiarray`` conversion, and ``prepareArgs`` of
+``ETCoreMLModel``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,10 +32,21 @@ from coreml_delegate.ops.constants import mark_stored
 from coreml_delegate.ops.edits import ATEN, become, insert, unite_copies, value_of
 from coreml_delegate.ops.high_rank import has_high_rank, merge_dimensions
 from coreml_delegate.ops.record import OpRecord
+from coreml_delegate.targets import Opset
+
+_HALF_OPSET = Opset.iOS16
+"""First opset whose models have fp16 features."""
+
+_DOUBLE = frozenset({torch.float64})
+_UNDECLARED = BOUNDARY
 
 
-def prepare(program: ExportedProgram) -> None:
+def prepare(program: ExportedProgram, target: Opset | None) -> None:
     """Rewrite ``program`` in place, without a change of its results.
+
+    Args:
+        program: A subgraph.
+        target: Opset to convert to, or None for the oldest.
 
     Raises:
         ContractError: See ``make_states``.
@@ -47,25 +61,32 @@ def prepare(program: ExportedProgram) -> None:
         if record is not None and record.rewrite is not None:
             record.rewrite(node)
         if unwrap_edge_op(node.target) in PROTECTED:
-            _prepare_branches(node)
-    _retype_floats(program)
+            _prepare_branches(node, target)
+    _retype_floats(program, _UNDECLARED if (target or Opset.iOS15) < _HALF_OPSET else _DOUBLE)
     _set_row_major_strides(program)
     _widen_integers(program)
     # A rewrite may replace the only used result of an op, and leave the op without users.
     program.graph.eliminate_dead_code()
-    outputs: Any = program.graph.output_node().args[0]
-    for output in dict.fromkeys(outputs):
-        if isinstance(output, Node) and _may_be_skipped(output):
+    results: Any = program.graph.output_node().args[0]
+    outputs = [node for node in dict.fromkeys(results) if isinstance(node, Node)]
+    sources: set[Node] = {node for node in outputs if not _casts_to_half(node)}
+    for output in outputs:
+        if _casts_to_half(output):
+            source = output.all_input_nodes[0]
+            if source in sources:
+                _add_identity(output)
+            sources.add(source)
+        elif _may_be_skipped(output):
             _add_identity(output)
     program.graph_module.recompile()
 
 
-def _prepare_branches(node: Node) -> None:
+def _prepare_branches(node: Node, target: Opset | None) -> None:
     """Rewrite the branches of a control flow call."""
     text, *arguments = node.args
     branches = read_branches(str(text))
     for branch in branches:
-        prepare(branch)
+        prepare(branch, target)
         _leave_edge_dialect(branch)
     node.args = (write_branches(branches), *arguments)
 
@@ -89,6 +110,16 @@ def _merge_dimensions(program: ExportedProgram) -> None:
 
 def _record(node: Node) -> OpRecord | None:
     return record_of(target_name(node.target)) if node.op == "call_function" else None
+
+
+def _casts_to_half(node: Node) -> bool:
+    """Return whether an output is a cast to fp16, which coremltools does not skip.
+
+    In a program in fp16 its value is the value of its argument, so that two such outputs of one
+    argument would share a name.
+    """
+    is_cast = node.op == "call_function" and target_name(node.target) == CAST
+    return is_cast and value_of(node).dtype is torch.float16
 
 
 def _may_be_skipped(node: Node) -> bool:
@@ -122,15 +153,19 @@ def _add_identity(node: Node) -> None:
 # Dtypes and strides at the boundary
 
 
-def _retype_floats(program: ExportedProgram) -> None:
-    """Turn fp16 and fp64 inputs, and casts to such outputs, into fp32.
+def _retype_floats(program: ExportedProgram, dtypes: Collection[torch.dtype]) -> None:
+    """Turn inputs of other float dtypes, and casts to such outputs, into fp32.
 
     The rules allow these dtypes nowhere else in a subgraph.
+
+    Args:
+        program: The subgraph; it is changed.
+        dtypes: The dtypes that a model's features cannot have.
     """
     inputs = set(program.graph_signature.user_inputs)
     for node in program.graph.nodes:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype not in BOUNDARY:
+        if not isinstance(value, torch.Tensor) or value.dtype not in dtypes:
             continue
         if node.op == "placeholder" and node.name in inputs:
             node.meta["val"] = value.to(torch.float32)

@@ -26,6 +26,7 @@ from torch.export.graph_signature import (
 from torch.fx import Node
 
 from coreml_delegate.errors import ContractError
+from coreml_delegate.ops.call import CASTS, target_name
 from coreml_delegate.ops.constants import state_value
 from coreml_delegate.ops.edits import ATEN, add_constant, add_placeholder, insert
 
@@ -121,7 +122,7 @@ def _rewrite_reads(
         value = insert(first, ATEN.view_copy.default, value, [])
     if buffer.dtype is torch.bool:
         value = insert(first, ATEN.ne.Scalar, value, 0)
-    elif buffer.dtype is not state_dtype:
+    elif not buffer.dtype.is_floating_point:
         value = insert(first, ATEN._to_copy.default, value, dtype=buffer.dtype)
     if value is not node:
         for user in users:
@@ -133,7 +134,9 @@ def _rewrite_write(program: ExportedProgram, buffer: _Buffer) -> None:
     output = program.graph.output_node()
     value = next(n for n in program.graph.nodes if n.name == buffer.mutation.arg.name)
     new = value
-    if buffer.dtype is not torch.float32:
+    if buffer.dtype is torch.float16 and _is_cast_of_fp32(value):
+        new = value.args[0]  # Core ML rounds it itself
+    elif buffer.dtype is not torch.float32:
         new = insert(output, ATEN._to_copy.default, new, dtype=torch.float32)
     if not value.meta["val"].dim():
         new = insert(output, ATEN.view_copy.default, new, [1])
@@ -144,6 +147,12 @@ def _rewrite_write(program: ExportedProgram, buffer: _Buffer) -> None:
         results[position] = new
         output.args = (tuple(results),)
         buffer.mutation.arg = TensorArgument(new.name)
+
+
+def _is_cast_of_fp32(value: Node) -> bool:
+    source = value.args[0] if value.args else None
+    is_cast = value.op == "call_function" and target_name(value.target) in CASTS
+    return is_cast and isinstance(source, Node) and source.meta["val"].dtype is torch.float32
 
 
 def _add_started_state(program: ExportedProgram, first: Node) -> Node:

@@ -140,7 +140,7 @@ class _Trial:
             program, originals = program_of(
                 calls, self.program, constants=self.constants, separate=True
             )
-            prepare(program)
+            prepare(program, opset)
             try:
                 # Without a target coremltools takes the oldest opset.
                 translate(program, opset if opset > Opset.iOS15 else None)

@@ -72,16 +72,19 @@ class LayerCache:
         """
         return min(context, self.window or context) + ahead
 
-    def empty(self, context: int, ahead: int) -> dict[str, torch.Tensor]:
+    def empty(
+        self, context: int, ahead: int, dtype: torch.dtype = torch.float32
+    ) -> dict[str, torch.Tensor]:
         """Return the tensors of an empty cache by name; see ``rows``."""
         tensors: dict[str, torch.Tensor] = {}
         for name, sizes in (("keys", self.keys), ("values", self.values)):
             if sizes:
                 heads, width = sizes
-                tensors[name] = torch.zeros(1, heads, self.rows(context, ahead), width)
+                shape = (1, heads, self.rows(context, ahead), width)
+                tensors[name] = torch.zeros(shape, dtype=dtype)
         for state in self.states:
             kind, number = state.name
-            tensors[f"{kind}_{number}"] = torch.zeros(state.shape)
+            tensors[f"{kind}_{number}"] = torch.zeros(state.shape, dtype=dtype)
         return tensors
 
 
@@ -274,6 +277,21 @@ def input_caches(
             kind = _OrderedLayer if ordered else _InputLayer
             caches.append(kind(segment, call, columns, position, sliding=sliding))
     return Cache(layers=caches)
+
+
+def as_computed(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the caches in the dtype in which a model computes, fp32."""
+    return [_cast(cache, torch.float32) for cache in caches]
+
+
+def as_stored(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Return computed tensors in the dtype of the caches."""
+    return tuple(_cast(tensor, dtype) for tensor in tensors)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # A cast without effect would be a call of the program.
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def new_tensors(cache: Cache) -> list[torch.Tensor]:

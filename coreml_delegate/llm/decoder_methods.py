@@ -24,7 +24,14 @@ from torch.nn import functional
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.attention import Call
-from coreml_delegate.llm.caches import LayerCache, buffer_caches, input_caches, new_tensors
+from coreml_delegate.llm.caches import (
+    LayerCache,
+    as_computed,
+    as_stored,
+    buffer_caches,
+    input_caches,
+    new_tensors,
+)
 from coreml_delegate.llm.candidates import Selection
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.layout import CacheKind, Layout
@@ -44,10 +51,10 @@ class _Method(nn.Module):
         caches: Sequence[torch.Tensor],
         last: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        call, decoder = Call(), self.decoder
+        call, decoder, dtype = Call(), self.decoder, caches[0].dtype
         cache = input_caches(
             decoder.layers,
-            caches,
+            as_computed(caches),
             position,
             call,
             length=tokens.shape[1],
@@ -55,7 +62,7 @@ class _Method(nn.Module):
             last=last,
         )
         logits = decoder.advance(tokens, position, cache, call, last)
-        return (*_select(logits, self.selection), *new_tensors(cache))
+        return (*_select(logits, self.selection), *as_stored(new_tensors(cache), dtype))
 
 
 class Decode(_Method):
@@ -130,15 +137,22 @@ class CacheBuffers(nn.Module):
         context: Number of tokens of the longest text.
         ahead: See ``LayerCache.rows``.
         suffix: End of the names.
+        dtype: Of the caches.
     """
 
     def __init__(
-        self, layers: Sequence[LayerCache], context: int, ahead: int = 0, suffix: str = ""
+        self,
+        layers: Sequence[LayerCache],
+        context: int,
+        ahead: int = 0,
+        *,
+        suffix: str = "",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self._names: list[str] = []
         for index, layer in enumerate(layers):
-            for kind, empty in layer.empty(context, ahead).items():
+            for kind, empty in layer.empty(context, ahead, dtype).items():
                 self._names.append(f"{kind}_{index}{suffix}")
                 self.register_buffer(self._names[-1], empty)
 
@@ -169,7 +183,7 @@ class Forward(CacheBuffers):
         selection: Selection | None = None,
         suffix: str = "",
     ) -> None:
-        super().__init__(decoder.layers, context, length - 1, suffix)
+        super().__init__(decoder.layers, context, length - 1, suffix=suffix)
         self.append = Append(decoder, selection)
 
     def forward(
@@ -189,15 +203,24 @@ class StandardForward(CacheBuffers):
         decoder: The model.
         layout: Chunk, context and kind of the caches.
         suffix: End of the caches' names.
+        cache_dtype: Of caches that ExecuTorch's kernels write.
 
     Raises:
         OptionError: A chunk is longer than a sliding window whose rows ExecuTorch's kernels write.
     """
 
-    def __init__(self, decoder: Decoder, layout: Layout, *, suffix: str = "") -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        layout: Layout,
+        *,
+        suffix: str = "",
+        cache_dtype: torch.dtype = torch.float32,
+    ) -> None:
         has_states = layout.cache is CacheKind.STATE
         ahead = layout.chunk - 1 if has_states else 0
-        super().__init__(decoder.layers, layout.context, ahead, suffix)
+        dtype = torch.float32 if has_states else cache_dtype
+        super().__init__(decoder.layers, layout.context, ahead, suffix=suffix, dtype=dtype)
         self.chunk, self.context = layout.chunk, layout.context
         self._replaced = decoder.replaced
         self.core_ml = Append(decoder) if has_states else Prefill(decoder)

@@ -20,6 +20,8 @@ from coreml_delegate.llm.attention import MASKED, Call, active_call
 from coreml_delegate.llm.caches import (
     EncoderDecoderCache,
     LayerCache,
+    as_computed,
+    as_stored,
     buffer_caches,
     cross_rows,
     empty_caches,
@@ -200,10 +202,13 @@ class EncoderDecoder(nn.Module):
             last: Index of the token whose logits are returned, [1]; None for a single token.
         """
         call, count = Call(), tokens.shape[1]
-        own = input_caches(self.layers, past, position, call, length=count, ordered=False)
-        logits = self._logits(tokens, position, with_source(own, cross), call, length)
+        own = input_caches(
+            self.layers, as_computed(past), position, call, length=count, ordered=False
+        )
+        caches = with_source(own, as_computed(cross))
+        logits = self._logits(tokens, position, caches, call, length)
         chosen = logits if last is None else logits.index_select(1, last)
-        return (chosen[:, 0], *new_tensors(own))
+        return (chosen[:, 0], *as_stored(new_tensors(own), past[0].dtype))
 
     def append(
         self,
@@ -221,7 +226,8 @@ class EncoderDecoder(nn.Module):
             cross: Results of ``encode``, of a spectrogram.
         """
         own = buffer_caches(self.layers, buffers, position, length=1)
-        return self._logits(tokens, position, with_source(own, cross), Call())[:, 0]
+        caches = with_source(own, as_computed(cross))
+        return self._logits(tokens, position, caches, Call())[:, 0]
 
     def _logits(
         self,

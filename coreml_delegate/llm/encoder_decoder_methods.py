@@ -17,6 +17,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from coreml_delegate.errors import LoweringError
+from coreml_delegate.llm.caches import as_stored
 from coreml_delegate.llm.decoder_methods import CacheBuffers, Positions, keep_sizes_static
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
 from coreml_delegate.llm.export import drop_unused_buffers
@@ -39,12 +40,15 @@ _WITHOUT_EFFECT = (_ATEN._assert_tensor_metadata.default, _ATEN.dropout.default)
 """Operators without effect in eval mode, which dead code elimination would keep."""
 
 
-def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, ExportedProgram]:
+def export_encoder_decoder(
+    model: EncoderDecoder, layout: Layout, *, cache_dtype: torch.dtype = torch.float32
+) -> dict[str, ExportedProgram]:
     """Export the methods in ATen dialect; they share the model's weights.
 
     Args:
         model: In eval mode; its weights are read into memory.
         layout: Kind of the caches, chunk and context.
+        cache_dtype: Of caches that are not Core ML states, and of the results of the encoder.
 
     Raises:
         LoweringError: ``torch.export`` cannot capture the model.
@@ -53,19 +57,21 @@ def export_encoder_decoder(model: EncoderDecoder, layout: Layout) -> dict[str, E
     source, *length = model.example()
     # Two tensors, because torch.export merges inputs that are the same object.
     position, last = torch.tensor([0]), torch.tensor([0])
-    caches = [empty for layer in model.layers for empty in layer.empty(layout.context, 0).values()]
+    empty = [layer.empty(layout.context, 0, cache_dtype) for layer in model.layers]
+    caches = [cache for tensors in empty for cache in tensors.values()]
     token, chunk = (torch.zeros(1, n, dtype=torch.long) for n in (1, layout.chunk))
-    cross = [empty for layer in model.cross for empty in layer.empty(model.positions, 0).values()]
+    empty_cross = [layer.empty(model.positions, 0, cache_dtype) for layer in model.cross]
+    cross = [cache for tensors in empty_cross for cache in tensors.values()]
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
         if layout.standard:
-            encoder = StandardEncoder(model).eval()
-            decoder = StandardTextDecoder(model, layout).eval()
+            encoder = StandardEncoder(model, cache_dtype).eval()
+            decoder = StandardTextDecoder(model, layout, cache_dtype).eval()
             program = torch.export.export(decoder, (token, encoder(source), position))
             keep_sizes_static(program, "it checks the position or writes a cache")
             encoding = torch.export.export(encoder, (source,))
             return {ENCODER: _prune(encoding), TEXT_DECODER: _prune(program)}
         methods: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
-            ENCODE: (Encode(model), (source, *length)),
+            ENCODE: (Encode(model, cache_dtype), (source, *length)),
             DECODE: (Decode(model), (token, position, caches, cross, *length)),
             PREFILL: (Prefill(model), (chunk, position, last, caches, cross, *length)),
         }
@@ -94,7 +100,16 @@ class _Method(nn.Module):
 
 
 class Encode(_Method):
-    """Method ``encode``: a source."""
+    """Method ``encode``: a source.
+
+    Args:
+        model: The model.
+        dtype: Of the results.
+    """
+
+    def __init__(self, model: EncoderDecoder, dtype: torch.dtype) -> None:
+        super().__init__(model)
+        self._dtype = dtype
 
     def forward(
         self, source: torch.Tensor, length: torch.Tensor | None = None
@@ -105,7 +120,7 @@ class Encode(_Method):
             source: Tokens [1, N], int64, or a spectrogram [1, bins, frames].
             length: Number of tokens without padding, [1], int64; None for a spectrogram.
         """
-        return self.model.encode(source, length)
+        return as_stored(self.model.encode(source, length), self._dtype)
 
 
 class Decode(_Method):
@@ -156,7 +171,7 @@ class Prefill(_Method):
         return self.model.advance(tokens, position, caches, cross, length, last)
 
 
-class StandardEncoder(_Method):
+class StandardEncoder(Encode):
     """Method ``encoder`` of the standard layout: a spectrogram."""
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -165,7 +180,7 @@ class StandardEncoder(_Method):
         Args:
             features: [1, bins, frames].
         """
-        return self.model.pack(self.model.encode(features))
+        return self.model.pack(super().forward(features))
 
 
 class StandardTextDecoder(CacheBuffers):
@@ -174,12 +189,14 @@ class StandardTextDecoder(CacheBuffers):
     Args:
         model: The model.
         layout: Context and kind of the caches; see ``StandardForward``.
+        cache_dtype: Of caches that ExecuTorch's kernels write.
     """
 
-    def __init__(self, model: EncoderDecoder, layout: Layout) -> None:
-        super().__init__(model.layers, layout.context)
-        self.positions = Positions(layout.context)
+    def __init__(self, model: EncoderDecoder, layout: Layout, cache_dtype: torch.dtype) -> None:
         has_states = layout.cache is CacheKind.STATE
+        dtype = torch.float32 if has_states else cache_dtype
+        super().__init__(model.layers, layout.context, dtype=dtype)
+        self.positions = Positions(layout.context)
         self.core_ml = _AppendToken(model) if has_states else _AdvanceToken(model)
 
     def forward(

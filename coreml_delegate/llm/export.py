@@ -85,7 +85,11 @@ def quantize_weights(
 
 
 def export_methods(
-    decoder: Decoder, layout: Layout, adapters: Sequence[Adapter] = ()
+    decoder: Decoder,
+    layout: Layout,
+    adapters: Sequence[Adapter] = (),
+    *,
+    cache_dtype: torch.dtype = torch.float32,
 ) -> dict[str, ExportedProgram]:
     """Export the methods in ATen dialect; they share the decoder's weights.
 
@@ -93,6 +97,7 @@ def export_methods(
         decoder: In eval mode; its weights are read into memory.
         layout: Kind of the caches, chunk and context, and names of the adapters.
         adapters: The adapters, in the order of their names.
+        cache_dtype: Of caches that are not Core ML states, whose dtype is Core ML's.
 
     Raises:
         OptionError: ``layout.replaced`` differs from ``decoder.replaced``.
@@ -118,7 +123,7 @@ def export_methods(
             exported[method] = _export(module, (example,), layout)
         for adapter in (None, *adapters):
             name = None if adapter is None else adapter.name
-            modules = _method_modules(decoder, layout, name)
+            modules = _method_modules(decoder, layout, name, cache_dtype)
             with attached(decoder, adapter):
                 for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
                     exported[method] = _export(module, inputs, layout)
@@ -142,7 +147,7 @@ def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], layout: Layout)
 
 
 def _method_modules(
-    decoder: Decoder, layout: Layout, adapter: str | None
+    decoder: Decoder, layout: Layout, adapter: str | None, cache_dtype: torch.dtype
 ) -> list[tuple[nn.Module, tuple[Any, ...]]]:
     """Return the modules of the methods, each with its inputs."""
     # Two tensors, because torch.export merges inputs that are the same object.
@@ -151,13 +156,15 @@ def _method_modules(
     # Methods share no state, so their buffers need different names.
     suffix = "" if adapter is None else f"_{adapter}"
     if layout.standard:
-        return [(StandardForward(decoder, layout, suffix=suffix), (chunk, position))]
+        forward = StandardForward(decoder, layout, suffix=suffix, cache_dtype=cache_dtype)
+        return [(forward, (chunk, position))]
     if layout.cache is CacheKind.STATE:
         forward = Forward(
             decoder, layout.chunk, layout.context, selection=layout.selection, suffix=suffix
         )
         return [(forward, (chunk, position, last))]
-    caches = [c for layer in decoder.layers for c in layer.empty(layout.context, 0).values()]
+    empty = [layer.empty(layout.context, 0, cache_dtype) for layer in decoder.layers]
+    caches = [cache for tensors in empty for cache in tensors.values()]
     return [
         (Decode(decoder, layout.selection), (decoder.inputs(1), position, caches)),
         (Prefill(decoder, layout.selection), (chunk, position, last, caches)),

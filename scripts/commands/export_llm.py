@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         )
     partitioner = _partitioner(args, layout)
     with console.step("Exporting with torch.export"):
-        methods = _export(decoder, layout, adapters)
+        methods = _export(args, decoder, layout, adapters)
     with console.step("Lowering to Core ML"):
         program = lower(methods, layout, partitioner)
     with new_output(args.output, force=args.force) as file:
@@ -327,15 +327,23 @@ def _fit(model: Decoder | EncoderDecoder, files: Sequence[AdapterFile]) -> list[
 
 
 def _export(
-    model: Decoder | EncoderDecoder, layout: Layout, adapters: Sequence[Adapter]
+    args: argparse.Namespace,
+    model: Decoder | EncoderDecoder,
+    layout: Layout,
+    adapters: Sequence[Adapter],
 ) -> dict[str, ExportedProgram]:
+    import torch
+
     from coreml_delegate.llm.encoder_decoder import EncoderDecoder
     from coreml_delegate.llm.encoder_decoder_methods import export_encoder_decoder
     from coreml_delegate.llm.export import export_methods
 
+    # Core ML models have fp16 inputs and outputs from iOS16 on.
+    is_half = args.precision is not Precision.FLOAT32 and _target(args) >= Opset.iOS16
+    dtype = torch.float16 if is_half else torch.float32
     if isinstance(model, EncoderDecoder):
-        return export_encoder_decoder(model, layout)
-    return export_methods(model, layout, adapters)
+        return export_encoder_decoder(model, layout, cache_dtype=dtype)
+    return export_methods(model, layout, adapters, cache_dtype=dtype)
 
 
 def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:

@@ -112,6 +112,15 @@ class Execution:
         return cls(_sorted(computed), _sorted(types))
 
     @classmethod
+    def of_methods(
+        cls, program: HostProgram, methods: Iterable[str], options: EngineOptions
+    ) -> Execution:
+        """Return the execution of a program's methods; the program was loaded with ``options``."""
+        delegates = [delegate for name in methods for delegate in program.delegates(name)]
+        models = [d.model for d in delegates if isinstance(d, CoreMLDelegate)]
+        return cls.of_models(models, options)
+
+    @classmethod
     def of(cls, executions: Iterable[Execution]) -> Execution:
         """Merge executions: all of their engines, each with all of its types."""
         engines: dict[str, set[str]] = {}
@@ -252,8 +261,7 @@ class _LoadedMethod(LoadedProgram):
         self.host_name = program.host_name
         info = self._info = program.program.method(method)
         self.inputs = tuple(map(Input.of_value, input_names(info), info.input_specs))
-        models = [d.model for d in program.delegates(method) if isinstance(d, CoreMLDelegate)]
-        self.execution = Execution.of_models(models, options)
+        self.execution = Execution.of_methods(program, [method], options)
 
     def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
         results = self._program.run(self._method, inputs)

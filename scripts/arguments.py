@@ -240,6 +240,23 @@ def add_engine(parser: argparse.ArgumentParser, *, judging: bool = False) -> Non
     add_options(parser, EngineOptions)
 
 
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--tokenizer``; see ``tokenizer_of``."""
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE|FOLDER",
+        help="tokenizer.json of the model, or its folder (default: the copy that export-llm has "
+        "put beside the program; without one, tokens are bytes)",
+    )
+
+
+def tokenizer_of(args: argparse.Namespace) -> Path | None:
+    """Return the path of a language model's tokenizer; None if its tokens are bytes."""
+    copy = beside(args.program, TOKENIZERS[0])
+    return args.tokenizer or (copy if copy.is_file() else None)
+
+
 def add_method(parser: argparse.ArgumentParser) -> None:
     """Declare ``--method``."""
     parser.add_argument("--method", help="method of the program (default: forward)")

@@ -24,6 +24,7 @@ from coreml_delegate.scripts.commands import (
     compile_program,
     convert,
     demo,
+    evaluate,
     export,
     export_llm,
     extract,
@@ -61,6 +62,7 @@ COMMANDS = tuple(
         cache,
         export_llm,
         generate,
+        evaluate,
         demo,
     )
 )

@@ -3,6 +3,11 @@
 from coreml_delegate.llm.audio import read_wav, spectrogram
 from coreml_delegate.llm.candidates import Candidates
 from coreml_delegate.llm.chat import ChatTokenizer, Conversation
+from coreml_delegate.llm.evaluation import (
+    perplexity,
+    predict_with_module,
+    predict_with_program,
+)
 from coreml_delegate.llm.generator import Generator, Sampler, Sampling
 
 __all__ = [
@@ -12,6 +17,9 @@ __all__ = [
     "Generator",
     "Sampler",
     "Sampling",
+    "perplexity",
+    "predict_with_module",
+    "predict_with_program",
     "read_wav",
     "spectrogram",
 ]

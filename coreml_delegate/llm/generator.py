@@ -268,13 +268,31 @@ class Generator:
                 source yet.
             ProgramError: The model returns selected tokens in place of logits.
         """
+        return self._logits(tokens, images)[-1]
+
+    def follow(self, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Append tokens to the context, and yield the logits [n, V] after each of them, in order.
+
+        A program that returns the logits of the last token only is called for each token.
+
+        Raises:
+            CoreMLDelegateError: See ``feed``.
+        """
+        (logits,) = self._program.program.method(self._methods[-1]).output_specs[:1]
+        returns_all = len(_sizes(logits)) == 3 and _sizes(logits)[1] > 1
+        size = self.layout.chunk if returns_all else 1
+        for start in range(0, len(tokens), size):
+            yield self._logits(tokens[start : start + size], None)
+
+    def _logits(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> torch.Tensor:
+        """Append tokens; return the logits [n, V] that the last call of the program returns."""
         if self.layout.selection is not None:
             raise ProgramError(
                 "the model returns no logits of all tokens",
                 got=f"a program exported with --sample-in-model {self.layout.selection}",
                 remedy="Call Generator.propose, or export without --sample-in-model",
             )
-        return self._feed(tokens, images)[0][0]
+        return self._feed(tokens, images)[0]
 
     def propose(
         self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None = None
@@ -293,7 +311,7 @@ class Generator:
         """
         results = self._feed(tokens, images)
         if self.layout.selection is None:
-            return Candidates.of_logits(results[0][0])
+            return Candidates.of_logits(results[0][-1])
         return Candidates.read(results)
 
     def generate(
@@ -465,7 +483,7 @@ class Generator:
         """Call the model once, and write new keys, values and states into the caches.
 
         Returns:
-            The results without the caches: logits [1, V], or the results of the layout's selection.
+            The results without the caches: logits [n, V], or the results of the layout's selection.
         """
         if self.layout.standard:
             return [self._standard_logits(inputs)]
@@ -489,10 +507,10 @@ class Generator:
         return results[:first_cache]
 
     def _standard_logits(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Call ``forward`` or ``text_decoder`` once; return the logits [1, V] of the last token.
+        """Call ``forward`` or ``text_decoder`` once; return its logits [n, V].
 
-        Other exporters take the position of every token in place of the first one's, and may
-        return the logits of all tokens.
+        They are the last token's, n = 1. Other exporters take the position of every token in place
+        of the first one's, and may return the logits of all tokens.
         """
         count, method = len(inputs), self._methods[0]
         specs = self._program.program.method(method).input_specs
@@ -511,7 +529,7 @@ class Generator:
         ]
         logits = self._run(method, arguments)[0]
         self._position += count
-        return logits.reshape(1, -1, logits.shape[-1])[:, -1]
+        return logits.reshape(-1, logits.shape[-1])
 
     def _run(self, method: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.as_tensor(value) for value in self._program.run(method, inputs)]

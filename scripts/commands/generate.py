@@ -49,13 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that the answer of an encoder-decoder model begins with, after its start "
         "token: language and task of Whisper for example",
     )
-    add_path(
-        parser,
-        "--tokenizer",
-        "FILE|FOLDER",
-        "tokenizer.json of the model, or its folder (default: the copy that export-llm has "
-        "put beside the program; without one, tokens are bytes)",
-    )
+    arguments.add_tokenizer(parser)
     parser.add_argument(
         "--adapter",
         metavar="NAME",
@@ -118,9 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     chats.check_usage(args)
-    if args.tokenizer is None:
-        copy = arguments.beside(args.program, arguments.TOKENIZERS[0])
-        args.tokenizer = copy if copy.is_file() and not args.chat else None
+    if not args.chat:
+        args.tokenizer = arguments.tokenizer_of(args)
     if args.runner == EXECUTORCH:
         return _run_executorch(args)
     with console.step("Importing torch"):

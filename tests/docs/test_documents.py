@@ -74,6 +74,10 @@ def _checkpoint(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(f"{turns}assistant: ")
 
 
+def _book(path: Path) -> None:
+    path.write_text("The quick brown fox jumps over the lazy dog.\n")
+
+
 def _sweep(path: Path) -> None:
     path.write_text('repeat = 0\n[models.net]\nsource = "model:net"\n')
 
@@ -87,6 +91,7 @@ GIVEN: Mapping[str, Callable[[Path], None]] = MappingProxyType(
     {
         "photo.jpg": _photo,
         "photos": _photos,
+        "book.txt": _book,
         "checkpoint": _checkpoint,
         "model.jax": _stablehlo,
         "sweep.toml": _sweep,

@@ -106,6 +106,7 @@ def logits_bounds(expected: torch.Tensor) -> tuple[float, float]:
 
 # Perplexity relative to eager fp32. fp16 changes single logits by thousandths; 4 bits a weight by
 # tenths, which on average over a text cost a model next to nothing.
+PERPLEXITY_FP32 = 1e-4  # as ATOL_RTOL_LOGITS: the logarithm of a perplexity is a mean of logits
 PERPLEXITY_FP16 = 0.01
 PERPLEXITY_INT4 = 0.05
 # Expressions of a few ops that fp16 would lose, guarded: results round to 11 bits, worth 66 dB, and

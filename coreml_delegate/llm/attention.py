@@ -36,6 +36,7 @@ _INERT = frozenset(
         "dropout",
         "is_causal",
         "layer_idx",
+        "logits_to_keep",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +12,14 @@ import torch
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.stored_weights import stored_weights
-from coreml_delegate.llm.vision import FAMILIES, REFUSED, VisionDecoder, reads_images
+from coreml_delegate.llm.vision import (
+    FAMILIES,
+    REFUSED,
+    TEXT_REFUSED,
+    VisionDecoder,
+    leave_out_images,
+    reads_images,
+)
 from coreml_delegate.patches.third_party import transformers, wrap_errors
 
 CONFIG = "config.json"
@@ -30,11 +37,16 @@ _ENCODER_DECODERS = (
 )
 
 
-def read_config(path: Path) -> Any:
+def read_config(path: Path, *, text_only: bool = False) -> Any:
     """Read the configuration of a language model with ``transformers``.
 
     The model is a causal language model, an encoder-decoder model, or one of ``vision.FAMILIES``,
     which read images.
+
+    Args:
+        path: ``config.json``.
+        text_only: The model reads images, which are left out; most of ``vision.REFUSED`` are
+            accepted, too.
 
     Raises:
         OptionError: The file does not exist or is malformed, or describes another kind of model.
@@ -48,53 +60,89 @@ def read_config(path: Path) -> Any:
             got=f"model_type {kind!r}",
             expected=f"one of transformers {library.__version__}",
         )
-    _refuse_kind(path, str(kind))
+    _refuse_kind(path, str(kind), text_only=text_only)
     if values.get("quantization_config") is not None:
         raise OptionError(
             f"{path}: quantized checkpoints are not supported",
             remedy="Use the unquantized checkpoint, and pass --quantize",
         )
     with wrap_errors(f"transformers cannot read {path}"):
-        return library.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = library.AutoConfig.from_pretrained(path, local_files_only=True)
+    _refuse_without_head(path, config)
+    return config
 
 
-def _refuse_kind(path: Path, kind: str) -> None:
+def _refuse_kind(path: Path, kind: str, *, text_only: bool) -> None:
     """Refuse an architecture that ``read_config`` does not support."""
-    library = transformers()
-    mappings = (getattr(library, mapping) for _, mapping in (*_DECODERS, *_ENCODER_DECODERS))
-    if kind in FAMILIES or any(library.CONFIG_MAPPING[kind] in configs for configs in mappings):
+    takes_images = _is_mapped(kind, _IMAGE_READERS)
+    if text_only and not takes_images:
+        raise OptionError(f"{path}: the model reads no images", got="--text-only")
+    has_text_class = _is_mapped(kind, (*_DECODERS, *_ENCODER_DECODERS))
+    has_text = (has_text_class or kind in REFUSED) and kind not in TEXT_REFUSED
+    is_supported = (text_only and kind not in TEXT_REFUSED) if takes_images else has_text_class
+    if is_supported or kind in FAMILIES:
         return
     raise OptionError(
         f"{path} has an architecture that is not supported",
         got=f"model_type {kind!r}" + (f", which has {REFUSED[kind]}" if kind in REFUSED else ""),
         expected="a causal language model, an encoder-decoder model, or one that reads images: "
         + ", ".join(FAMILIES),
+        remedy="Leave images out with --text-only" if takes_images and has_text else None,
     )
 
 
-def random_decoder(config: Any, seed: int, **options: Any) -> Decoder:
+def _is_mapped(kind: str, classes: Iterable[tuple[str, str]]) -> bool:
+    """Whether one of the auto classes has a model for a ``model_type``."""
+    library = transformers()
+    return any(library.CONFIG_MAPPING[kind] in getattr(library, mapping) for _, mapping in classes)
+
+
+def _refuse_without_head(path: Path, config: Any) -> None:
+    """Refuse the checkpoint of a decoder without a head, for example of embeddings.
+
+    A head that is tied to the embedding would not be missed among the weights.
+    """
+    base = transformers().MODEL_MAPPING.get(type(config), None)
+    names = config.architectures or []
+    if base is not None and base.__name__ in names and not config.is_encoder_decoder:
+        raise OptionError(
+            f"{path} is a model without a head, which generates no text",
+            got=f"architectures {names}",
+            expected=_loaded_class(config).__name__,
+            remedy="Export it with coreml-delegate export, from a factory that returns the module",
+        )
+
+
+def random_decoder(config: Any, seed: int, *, text_only: bool = False, **options: Any) -> Decoder:
     """Return a decoder with random weights; equal seeds give equal weights.
+
+    Args:
+        config: Configuration of ``transformers``.
+        seed: Seed of the weights.
+        text_only: See ``load_decoder``.
+        options: Further arguments of ``Decoder``.
 
     Raises:
         OptionError: The configuration contradicts itself.
         LoweringError: See ``Decoder``.
     """
-    return _decoder(random_model(config, seed), **options)
+    return _decoder(random_model(config, seed), text_only=text_only, **options)
 
 
-def load_decoder(folder: Path, config: Any, **options: Any) -> Decoder:
+def load_decoder(folder: Path, config: Any, *, text_only: bool = False, **options: Any) -> Decoder:
     """Return a decoder with the weights of a checkpoint, in fp32; see ``stored_weights``.
 
     Args:
         folder: Has ``*.safetensors``; an index, if there is one, says which file has a weight.
         config: Configuration of ``transformers``.
+        text_only: Leave out the parts of the model that read images.
         options: Further arguments of ``Decoder``.
 
     Raises:
         OptionError: A file is missing or malformed, or the weights do not fit the configuration.
         LoweringError: See ``Decoder``.
     """
-    return _decoder(load_model(folder, config), **options)
+    return _decoder(load_model(folder, config), text_only=text_only, **options)
 
 
 def random_model(config: Any, seed: int) -> Any:
@@ -134,9 +182,12 @@ def load_model(folder: Path, config: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _decoder(model: Any, **options: Any) -> Decoder:
-    kind = VisionDecoder if reads_images(model.config) else Decoder
-    return kind(model, **options)
+def _decoder(model: Any, *, text_only: bool, **options: Any) -> Decoder:
+    if text_only:
+        leave_out_images(model)
+    elif reads_images(model.config):
+        return VisionDecoder(model, **options)
+    return Decoder(model, **options)
 
 
 def most_context(config: Any) -> int:
@@ -176,8 +227,12 @@ def generation_options(folder: Path | None) -> dict[str, Any]:
 
 def main_input(config: Any) -> str:
     """Return the name of a model's main input (``input_ids``, for example)."""
-    library = transformers()
-    return getattr(library, _auto_class(config)[1])[type(config)].main_input_name
+    return _loaded_class(config).main_input_name
+
+
+def _loaded_class(config: Any) -> Any:
+    """Return the class of ``transformers`` that ``_model_class`` makes for a configuration."""
+    return getattr(transformers(), _auto_class(config)[1])[type(config)]
 
 
 def _model_class(config: Any) -> Any:
@@ -192,7 +247,8 @@ def _auto_class(config: Any) -> tuple[str, str]:
         OptionError: The configuration is of another kind of model.
     """
     library = transformers()
-    text_classes = _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS
+    # Models that read images without a class for text have one for both.
+    text_classes = _ENCODER_DECODERS if config.is_encoder_decoder else (*_DECODERS, *_IMAGE_READERS)
     for name, mapping in _IMAGE_READERS if reads_images(config) else text_classes:
         if type(config) in getattr(library, mapping):
             return name, mapping

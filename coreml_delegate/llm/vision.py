@@ -103,17 +103,22 @@ _LAYERED = "images that enter several layers of the language model"
 _CROSS = "layers of the language model that attend to the image"
 
 REFUSED: Mapping[str, str] = {
-    "paligemma": _BIDIRECTIONAL,
+    "gemma3": _BIDIRECTIONAL,
+    "paligemma": f"{_BIDIRECTIONAL} and of the prompt",
     "qwen2_vl": _POSITIONS,
     "qwen2_5_vl": _POSITIONS,
     "glm4v": _POSITIONS,
     "qwen3_vl": f"{_LAYERED}, and {_POSITIONS}",
+    "qwen3_5": _POSITIONS,
     "llava_next": _TILES,
     "llava_onevision": _TILES,
     "mistral3": "images of any size",
     "idefics": _CROSS,
 }
 """Unsupported parts of models by ``model_type``."""
+
+TEXT_REFUSED = ("paligemma", "idefics")
+"""Each ``model_type`` of ``REFUSED`` that ``Decoder`` does not support either."""
 
 FAMILIES = tuple(_FAMILIES)
 """Each ``model_type`` that is supported."""
@@ -122,6 +127,24 @@ FAMILIES = tuple(_FAMILIES)
 def reads_images(config: Any) -> bool:
     """Whether ``VisionDecoder`` supports the model of a configuration of ``transformers``."""
     return config.model_type in _FAMILIES
+
+
+def leave_out_images(model: Any) -> None:
+    """Remove the parts of a model of ``transformers`` outside its decoder, embedding and head."""
+    parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    language = {id(module) for part in parts for module in part.modules()}
+    parents = [model]
+    while parents:
+        parent = parents.pop()
+        for name, _ in list(parent.named_parameters(recurse=False)):
+            setattr(parent, name, None)  # such as LLaVA-NeXT's embedding of a line's end
+        for name, child in list(parent.named_children()):
+            if id(child) in language:
+                continue
+            if any(id(module) in language for module in child.modules()):
+                parents.append(child)
+            else:
+                setattr(parent, name, None)
 
 
 def image_size(config: Any) -> tuple[int, int]:

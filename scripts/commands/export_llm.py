@@ -78,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the model's own maximum, at most 1024; 512 if it has none)",
     )
     parser.add_argument(
+        "--text-only",
+        action="store_true",
+        help="leave out the parts of the model that read images; also for models whose images are "
+        "not supported",
+    )
+    parser.add_argument(
         "--layout",
         choices=LAYOUTS,
         help="methods of the file: those that ExecuTorch's runners call (standard, the "
@@ -204,7 +210,8 @@ def _model(
     folder: Path | None = args.checkpoint
     if folder is not None and not folder.is_dir():
         raise OptionError("no such checkpoint folder", got=str(folder))
-    config = read_config(args.random if folder is None else folder / CONFIG)
+    path = args.random if folder is None else folder / CONFIG
+    config = read_config(path, text_only=args.text_only)
     selection = None if args.sample_in_model is None else Selection.parse(args.sample_in_model)
     if selection is not None:
         selection.check(config.get_text_config(decoder=True).vocab_size)
@@ -221,11 +228,12 @@ def _model(
             got=f"--context {context}",
             expected=f"at most {most}",
         )
-    preparation = read_preparation(config, folder)
+    preparation = None if args.text_only else read_preparation(config, folder)
+    options: dict[str, Any] = {"context": context, "text_only": args.text_only}
     decoder = (
-        random_decoder(config, args.seed, context=context)
+        random_decoder(config, args.seed, **options)
         if folder is None
-        else load_decoder(folder, config, context=context)
+        else load_decoder(folder, config, **options)
     )
     image = image_input(decoder, preparation)
     needs_methods = selection is not None or image is not None
@@ -381,6 +389,7 @@ def _report(
         "parameters": parameters,
         "bytes": args.output.stat().st_size,
         "layout": layout.constants(),
+        "text_only": args.text_only,
         "methods": {
             name: {
                 "operations": len(report.nodes),
@@ -435,6 +444,7 @@ def _print(document: dict[str, Any], decoder: Decoder | EncoderDecoder, layout: 
         *_source_rows(layout),
         *([] if layout.selection is None else [("selection", str(layout.selection))]),
         *([] if layout.image is None else [("images", layout.image.describe())]),
+        *([("images", "left out")] if document["text_only"] else []),
         *(
             (name, "{delegated} of {operations} operations on Core ML".format(**counts))
             for name, counts in document["methods"].items()

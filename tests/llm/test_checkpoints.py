@@ -83,6 +83,16 @@ def test_unsupported_configurations_are_refused(changes, message, tmp_path):
         configured(tmp_path, **changes)
 
 
+def test_a_checkpoint_without_a_head_is_refused(tmp_path):
+    """Its embedding would be the head: the configuration ties the two."""
+    model = save(tmp_path, "qwen3", tie_word_embeddings=True)
+    read_config(tmp_path / "config.json")
+    model.model.save_pretrained(tmp_path)
+    message = r"no text: got architectures \['Qwen3Model'\], expected Qwen3ForCausalLM"
+    with pytest.raises(OptionError, match=message):
+        read_config(tmp_path / "config.json")
+
+
 def test_a_configuration_that_contradicts_itself_is_refused(tmp_path):
     with pytest.raises(OptionError, match="transformers cannot make the model"):
         random_decoder(configured(tmp_path, hidden_act="nothing"), 0, context=64)

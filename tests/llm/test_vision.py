@@ -29,8 +29,7 @@ from support.vision_families import (
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError, LoweringError, OptionError
 from coreml_delegate.llm import vision
-from coreml_delegate.llm.checkpoint import load_decoder, random_decoder, read_config
-from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.checkpoint import load_decoder, read_config
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.images import Fit, ImageInput, Preparation
@@ -206,16 +205,6 @@ def test_other_architectures_are_refused(model_type, tmp_path):
     got = f"got model_type '{model_type}'" + (f", which has {reason}" if reason else "")
     with pytest.raises(OptionError, match=re.escape(f"{got}, expected {known}")):
         read_config(path)
-
-
-def test_gemma_3_is_a_model_of_text(tmp_path):
-    """Its positions of an image would see one another, in either direction."""
-    values = configuration("llava", layers=1, model_type="gemma3_text", head_dim=8)
-    path = tmp_path / "config.json"
-    tower = {"model_type": "siglip_vision_model"}
-    values |= {"model_type": "gemma3", "vision_config": values["vision_config"] | tower}
-    path.write_text(json.dumps(values | {"mm_tokens_per_image": 4}))
-    assert type(random_decoder(read_config(path), 0, context=32)) is Decoder
 
 
 @pytest.mark.parametrize("name", ["llava", "smolvlm"])

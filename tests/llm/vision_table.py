@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from coreml_delegate.llm.vision import REFUSED
+from coreml_delegate.llm.vision import REFUSED, TEXT_REFUSED
 from tests.support.generated_sections import with_section
 from tests.support.vision_families import FAMILIES
 
@@ -19,10 +19,10 @@ def rows() -> Iterator[str]:
     for name, family in FAMILIES.items():
         yield f"| `{name}` | {family.models} | {family.has} |"
     yield ""
-    yield "| refused | because of |"
-    yield "|---|---|"
+    yield "| images refused | because of | `--text-only` |"
+    yield "|---|---|---|"
     for name, reason in REFUSED.items():
-        yield f"| `{name}` | {reason} |"
+        yield f"| `{name}` | {reason} | {'no' if name in TEXT_REFUSED else 'yes'} |"
 
 
 def page(text: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
 from support.command import leftovers
+from support.text_only_models import tiny_text_only_model
 from support.vision_families import IMAGE, SIDE, configuration, logits_of, tiny_vision_model
 
 from coreml_delegate.errors import InputError
@@ -161,6 +162,35 @@ def test_a_model_of_text_takes_no_images(folder, photo, capsys):
     capsys.readouterr()
     assert generate(folder / "text.pte", "ab", "--image", photo) == 1
     assert "the model takes no images: got 1 image. Export a model" in capsys.readouterr().err
+
+
+def test_a_checkpoint_whose_images_are_refused_generates_text(tmp_path, capsys):
+    """The tower has layers that no group of weights divides."""
+    checkpoint, output = tmp_path / "checkpoint", tmp_path / "model.pte"
+    model = tiny_text_only_model("mistral3", num_hidden_layers=1, **BYTES)
+    model.save_pretrained(checkpoint)
+    command = ["export-llm", str(checkpoint), "-o", str(output), "--precision", "float32"]
+    assert main(command) == 1
+    captured = capsys.readouterr()
+    assert "which has images of any size" in captured.err
+    assert captured.err.endswith(". Leave images out with --text-only\n")
+    few_bits = ["--quantize", "int4", "--group-size", "16", "--embedding-quantize", "int8"]
+    assert main([*command, "--text-only", *few_bits]) == 0
+    assert "images      left out\n" in capsys.readouterr().out
+    few = output.stat().st_size
+    cache = ["--cache", "buffer", "--force"]
+    assert main([*command, "--text-only", "--json", *cache]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert few < output.stat().st_size < sum(p.numel() for p in model.parameters()) * 4
+    assert document["text_only"] is True
+    assert generate(output, "ab", "--max-new-tokens", LIMIT, "--json") == 0
+    tokens = [*b"ab"]
+    for token in json.loads(capsys.readouterr().out)["tokens"]:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+        assert token == int(logits[0, -1].argmax())
+        tokens.append(token)
+    assert len(tokens) == 2 + LIMIT
 
 
 @pytest.mark.slow

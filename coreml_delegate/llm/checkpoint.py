@@ -41,12 +41,12 @@ def read_config(path: Path, *, text_only: bool = False) -> Any:
     """Read the configuration of a language model with ``transformers``.
 
     The model is a causal language model, an encoder-decoder model, or one of ``vision.FAMILIES``,
-    which read images.
+    which read images, or one whose images are left out.
 
     Args:
         path: ``config.json``.
-        text_only: The model reads images, which are left out; most of ``vision.REFUSED`` are
-            accepted, too.
+        text_only: The model reads images, which are left out. Without it only the images that
+            ``unsupported_images`` names are left out.
 
     Raises:
         OptionError: The file does not exist or is malformed, or describes another kind of model.
@@ -78,9 +78,9 @@ def _refuse_kind(path: Path, kind: str, *, text_only: bool) -> None:
     if text_only and not takes_images:
         raise OptionError(f"{path}: the model reads no images", got="--text-only")
     has_text_class = _is_mapped(kind, (*_DECODERS, *_ENCODER_DECODERS))
-    has_text = (has_text_class or kind in REFUSED) and kind not in TEXT_REFUSED
-    is_supported = (text_only and kind not in TEXT_REFUSED) if takes_images else has_text_class
-    if is_supported or kind in FAMILIES:
+    has_text = kind not in TEXT_REFUSED
+    leaves_out = has_text and (text_only or has_text_class or kind in REFUSED)
+    if kind in FAMILIES or (leaves_out if takes_images else has_text_class):
         return
     raise OptionError(
         f"{path} has an architecture that is not supported",
@@ -89,6 +89,14 @@ def _refuse_kind(path: Path, kind: str, *, text_only: bool) -> None:
         + ", ".join(FAMILIES),
         remedy="Leave images out with --text-only" if takes_images and has_text else None,
     )
+
+
+def unsupported_images(config: Any) -> str | None:
+    """Return what is not supported about the images of a model whose text is; None without."""
+    kind = config.model_type
+    if kind in FAMILIES or config.is_encoder_decoder or not _is_mapped(kind, _IMAGE_READERS):
+        return None
+    return REFUSED.get(kind, "images of an unknown kind")
 
 
 def _is_mapped(kind: str, classes: Iterable[tuple[str, str]]) -> bool:
@@ -135,7 +143,8 @@ def load_decoder(folder: Path, config: Any, *, text_only: bool = False, **option
     Args:
         folder: Has ``*.safetensors``; an index, if there is one, says which file has a weight.
         config: Configuration of ``transformers``.
-        text_only: Leave out the parts of the model that read images.
+        text_only: Leave out the parts of the model that read images. Parts for images that are
+            not supported are left out in any case.
         options: Further arguments of ``Decoder``.
 
     Raises:
@@ -183,7 +192,7 @@ def load_model(folder: Path, config: Any) -> Any:
 
 
 def _decoder(model: Any, *, text_only: bool, **options: Any) -> Decoder:
-    if text_only:
+    if text_only or unsupported_images(model.config):
         leave_out_images(model)
     elif reads_images(model.config):
         return VisionDecoder(model, **options)

@@ -115,7 +115,7 @@ REFUSED: Mapping[str, str] = {
     "mistral3": "images of any size",
     "idefics": _CROSS,
 }
-"""Unsupported parts of models by ``model_type``."""
+"""What is not supported about the images of models, by ``model_type``."""
 
 TEXT_REFUSED = ("paligemma", "idefics")
 """Each ``model_type`` of ``REFUSED`` that ``Decoder`` does not support either."""

@@ -80,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-only",
         action="store_true",
-        help="leave out the parts of the model that read images; also for models whose images are "
-        "not supported",
+        help="leave out the parts of the model that read images, which is done with a warning if "
+        "its images are not supported",
     )
     parser.add_argument(
         "--layout",
@@ -203,6 +203,7 @@ def _model(
         most_context,
         random_decoder,
         read_config,
+        unsupported_images,
     )
     from coreml_delegate.llm.layout import CacheKind, Layout
     from coreml_delegate.llm.vision import image_input, read_preparation
@@ -212,6 +213,9 @@ def _model(
         raise OptionError("no such checkpoint folder", got=str(folder))
     path = args.random if folder is None else folder / CONFIG
     config = read_config(path, text_only=args.text_only)
+    unsupported = unsupported_images(config)
+    if unsupported is not None and not args.text_only:
+        console.warn(f"images are left out: {config.model_type} has {unsupported}")
     selection = None if args.sample_in_model is None else Selection.parse(args.sample_in_model)
     if selection is not None:
         selection.check(config.get_text_config(decoder=True).vocab_size)
@@ -389,7 +393,6 @@ def _report(
         "parameters": parameters,
         "bytes": args.output.stat().st_size,
         "layout": layout.constants(),
-        "text_only": args.text_only,
         "methods": {
             name: {
                 "operations": len(report.nodes),
@@ -444,7 +447,6 @@ def _print(document: dict[str, Any], decoder: Decoder | EncoderDecoder, layout: 
         *_source_rows(layout),
         *([] if layout.selection is None else [("selection", str(layout.selection))]),
         *([] if layout.image is None else [("images", layout.image.describe())]),
-        *([("images", "left out")] if document["text_only"] else []),
         *(
             (name, "{delegated} of {operations} operations on Core ML".format(**counts))
             for name, counts in document["methods"].items()

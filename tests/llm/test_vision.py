@@ -195,7 +195,7 @@ def test_an_image_needs_room():
     assert VisionDecoder(tiny_vision_model("llava"), context=19).context == 19
 
 
-@pytest.mark.parametrize("model_type", [*vision.REFUSED, "blip-2"])
+@pytest.mark.parametrize("model_type", [*vision.TEXT_REFUSED, "blip-2"])
 def test_other_architectures_are_refused(model_type, tmp_path):
     reason = vision.REFUSED.get(model_type)
     path = tmp_path / "config.json"

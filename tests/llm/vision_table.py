@@ -19,7 +19,7 @@ def rows() -> Iterator[str]:
     for name, family in FAMILIES.items():
         yield f"| `{name}` | {family.models} | {family.has} |"
     yield ""
-    yield "| images refused | because of | `--text-only` |"
+    yield "| images not supported | because of | text |"
     yield "|---|---|---|"
     for name, reason in REFUSED.items():
         yield f"| `{name}` | {reason} | {'no' if name in TEXT_REFUSED else 'yes'} |"

@@ -99,8 +99,8 @@ class _Method(nn.Module):
         self.model = model
 
 
-class Encode(_Method):
-    """Method ``encode``: a source.
+class _Encoding(_Method):
+    """A method that encodes a source.
 
     Args:
         model: The model.
@@ -111,6 +111,16 @@ class Encode(_Method):
         super().__init__(model)
         self._dtype = dtype
 
+    def encode(
+        self, source: torch.Tensor, length: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the results of ``EncoderDecoder.encode``."""
+        return as_stored(self.model.encode(source, length), self._dtype)
+
+
+class Encode(_Encoding):
+    """Method ``encode``: a source."""
+
     def forward(
         self, source: torch.Tensor, length: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
@@ -120,7 +130,7 @@ class Encode(_Method):
             source: Tokens [1, N], int64, or a spectrogram [1, bins, frames].
             length: Number of tokens without padding, [1], int64; None for a spectrogram.
         """
-        return as_stored(self.model.encode(source, length), self._dtype)
+        return self.encode(source, length)
 
 
 class Decode(_Method):
@@ -171,7 +181,7 @@ class Prefill(_Method):
         return self.model.advance(tokens, position, caches, cross, length, last)
 
 
-class StandardEncoder(Encode):
+class StandardEncoder(_Encoding):
     """Method ``encoder`` of the standard layout: a spectrogram."""
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -180,7 +190,7 @@ class StandardEncoder(Encode):
         Args:
             features: [1, bins, frames].
         """
-        return self.model.pack(super().forward(features))
+        return self.model.pack(self.encode(features))
 
 
 class StandardTextDecoder(CacheBuffers):

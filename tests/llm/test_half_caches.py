@@ -80,7 +80,7 @@ def _check_features(program: bytes) -> None:
     ("name", "kind"),
     [
         ("llama", CacheKind.BUFFER),
-        ("lfm2", CacheKind.IO),
+        pytest.param("lfm2", CacheKind.IO, marks=pytest.mark.slow),
         ("whisper", CacheKind.STATE),
         pytest.param("t5", CacheKind.IO, marks=pytest.mark.slow),
         pytest.param("whisper", CacheKind.BUFFER, marks=pytest.mark.slow),

@@ -226,6 +226,15 @@ def test_programs_without_a_language_model_are_refused(folder, capsys):
         ({"model_type": "recurrent_gemma"}, [], "does not compute with a cache of keys and values"),
         ({}, ["--context", "65"], "got --context 65, expected at most 64"),
         ({}, ["--quantize", "int4", "--group-size", "5"], "groups of weights do not divide"),
+        ({}, ["--quantize", "int5"], "unknown quantization mode: got 'int5'"),
+        ({}, ["--quantize", "palettize-4"], "palettize-4 does not quantize modules of PyTorch"),
+        ({}, ["--quantize", "int8", "--group-size", "16"], "--group-size belongs to int4"),
+        ({}, ["--quantize-config", "none.json"], "cannot read none.json"),
+        (
+            {},
+            ["--embedding-quantize", "codebook-4", "--deployment-target", "iOS17"],
+            "--deployment-target must be iOS18 or higher for codebook-4",
+        ),
     ],
 )
 def test_invalid_export_options_are_refused(changes, options, message, tmp_path, capsys):

@@ -16,8 +16,9 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.llm.candidates import Candidates, Selection
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
-from coreml_delegate.llm.generator import Generator, Sampler, Sampling
+from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.sampling import Sampler, Sampling
 from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.targets import Opset
 

@@ -161,6 +161,20 @@ def test_equal_seeds_give_equal_texts(program, capsys):
     assert texts(1) == texts(1) != texts(2)
 
 
+def test_probabilities_are_written(program, capsys):
+    options = ["--logprobs", "2", "--repetition-penalty", "1.5", "--json"]
+    assert generate(program, "--max-new-tokens", "4", *options) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [entry["token"] for entry in document["logprobs"]] == document["tokens"]
+    for entry in document["logprobs"]:
+        (_, first), (_, second) = entry["most_probable"]
+        assert first >= second
+        assert entry["logprob"] <= first < 0
+    with pytest.raises(SystemExit):
+        generate(program, "--logprobs", "2")
+    assert "--logprobs needs --json" in capsys.readouterr().err
+
+
 def test_a_full_context_is_a_warning(program, capsys):
     assert generate(program, "--json") == 0
     captured = capsys.readouterr()

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError
 from coreml_delegate.options.compile_options import Precision
-from coreml_delegate.quantization import FORMS, QuantizationAssignment, mode_of
+from coreml_delegate.quantization import (
+    FORMS,
+    MODULE_FORMS,
+    Method,
+    QuantizationAssignment,
+    QuantizationMode,
+    mode_of,
+)
 from coreml_delegate.scripts import arguments, console
 
 if TYPE_CHECKING:
@@ -27,6 +34,8 @@ _CALIBRATION = (
     "returns samples to iterate over"
 )
 _DEFAULT_SAMPLES = 128
+_GROUP = 32
+_NONE = "none"
 _MAX_LISTED = 3  # modules listed in a warning
 
 
@@ -58,6 +67,70 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
         help=f"the mode to examine: {', '.join(FORMS)}",
     )
     add_calibration(parser, _CALIBRATION)
+
+
+def add_weight_modes(parser: argparse.ArgumentParser) -> None:
+    """Declare the modes of the linear layers and of the embedding of a language model."""
+    forms = ", ".join(MODULE_FORMS)
+    group = parser.add_argument_group("weights in few bits")
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument(
+        "--quantize",
+        default=_NONE,
+        metavar="MODE",
+        help=f"linear layers: {_NONE} (default), int4 (int4-groupN with N of --group-size), int8 "
+        f"(int8-channel), {forms}",
+    )
+    choice.add_argument(
+        "--quantize-config",
+        type=Path,
+        metavar="FILE.json",
+        help="a mode for each linear layer, by path with * (docs/quantization.md has the form)",
+    )
+    group.add_argument(
+        "--group-size",
+        type=arguments.positive,
+        metavar="N",
+        help=f"inputs that share a scale with int4 (default: {_GROUP})",
+    )
+    group.add_argument(
+        "--embedding-quantize",
+        default=_NONE,
+        metavar="MODE",
+        help=f"embeddings, and a head tied to them: {_NONE} (default), int8 (a scale per token), "
+        "or another of these modes",
+    )
+
+
+def weight_modes_of(
+    args: argparse.Namespace,
+) -> tuple[QuantizationAssignment | None, QuantizationMode | None]:
+    """Return the modes of the linear layers, and the mode of the embedding.
+
+    Raises:
+        OptionError: A mode is unknown, or does not fit the other options.
+    """
+    uses_groups = "int4" in (args.quantize, args.embedding_quantize)
+    if args.group_size is not None and not uses_groups:
+        raise OptionError("--group-size belongs to int4", got=f"--quantize {args.quantize}")
+    short = {"int4": f"int4-group{args.group_size or _GROUP}", "int8": "int8-channel"}
+    names = [short.get(name, name) for name in (args.quantize, args.embedding_quantize)]
+    linear, embedding = (None if name == _NONE else mode_of(name) for name in names)
+    if args.quantize_config is not None:
+        assignment = QuantizationAssignment.read(args.quantize_config)
+    else:
+        assignment = None if linear is None else QuantizationAssignment(linear)
+    for mode in (*(assignment.modes if assignment else ()), embedding):
+        if mode is None:
+            continue
+        if mode.method is not Method.MODULES:
+            raise OptionError(
+                f"{mode.name} does not quantize modules of PyTorch",
+                got=mode.method.value,
+                expected=f"one of {', '.join(MODULE_FORMS)}",
+            )
+        mode.require_target(args.deployment_target, "--deployment-target")
+    return assignment, embedding
 
 
 def add_calibration(parser: argparse._ActionsContainer, purpose: str) -> None:  # pyright: ignore[reportPrivateUsage] - groups have no public type

@@ -3,6 +3,7 @@
 from coreml_delegate.llm.audio import read_wav, spectrogram
 from coreml_delegate.llm.candidates import Candidates
 from coreml_delegate.llm.chat import ChatTokenizer, Conversation
+from coreml_delegate.llm.embedding import Embedder
 from coreml_delegate.llm.evaluation import (
     perplexity,
     predict_with_module,
@@ -15,6 +16,7 @@ __all__ = [
     "Candidates",
     "ChatTokenizer",
     "Conversation",
+    "Embedder",
     "Generator",
     "LogProbabilities",
     "Sampler",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -51,6 +51,21 @@ def read_config(path: Path, *, text_only: bool = False) -> Any:
     Raises:
         OptionError: The file does not exist or is malformed, or describes another kind of model.
     """
+    kind = str(read_json(path).get("model_type"))
+    if kind in transformers().CONFIG_MAPPING:
+        _refuse_kind(path, kind, text_only=text_only)
+    config = read_any_config(path)
+    _refuse_without_head(path, config)
+    return config
+
+
+def read_any_config(path: Path) -> Any:
+    """Read the configuration of a model of any kind with ``transformers``.
+
+    Raises:
+        OptionError: The file does not exist or is malformed, the architecture is unknown, or the
+            checkpoint is quantized.
+    """
     values = read_json(path)
     library = transformers()
     kind = values.get("model_type")
@@ -60,16 +75,13 @@ def read_config(path: Path, *, text_only: bool = False) -> Any:
             got=f"model_type {kind!r}",
             expected=f"one of transformers {library.__version__}",
         )
-    _refuse_kind(path, str(kind), text_only=text_only)
     if values.get("quantization_config") is not None:
         raise OptionError(
             f"{path}: quantized checkpoints are not supported",
             remedy="Use the unquantized checkpoint, and pass --quantize",
         )
     with wrap_errors(f"transformers cannot read {path}"):
-        config = library.AutoConfig.from_pretrained(path, local_files_only=True)
-    _refuse_without_head(path, config)
-    return config
+        return library.AutoConfig.from_pretrained(path, local_files_only=True)
 
 
 def _refuse_kind(path: Path, kind: str, *, text_only: bool) -> None:
@@ -117,7 +129,7 @@ def _refuse_without_head(path: Path, config: Any) -> None:
             f"{path} is a model without a head, which generates no text",
             got=f"architectures {names}",
             expected=_loaded_class(config).__name__,
-            remedy="Export it with coreml-delegate export, from a factory that returns the module",
+            remedy="Export it with coreml-delegate export-embedding",
         )
 
 
@@ -154,29 +166,47 @@ def load_decoder(folder: Path, config: Any, *, text_only: bool = False, **option
     return _decoder(load_model(folder, config), text_only=text_only, **options)
 
 
-def random_model(config: Any, seed: int) -> Any:
+def random_model(config: Any, seed: int, model_class: Any = None) -> Any:
     """Return a model of ``transformers`` with random weights, in fp32 and eval mode.
+
+    Args:
+        config: Configuration of ``transformers``.
+        seed: Seed of the weights.
+        model_class: Auto class of ``transformers``; None for the class of a language model.
 
     Raises:
         OptionError: The configuration contradicts itself.
     """
     with torch.random.fork_rng(devices=[]), wrap_errors("transformers cannot make the model"):
         torch.manual_seed(seed)
-        model = _model_class(config).from_config(
+        model = (model_class or _model_class(config)).from_config(
             config, dtype=torch.float32, attn_implementation="eager"
         )
     return model.eval().requires_grad_(False)
 
 
-def load_model(folder: Path, config: Any) -> Any:
+def load_model(
+    folder: Path,
+    config: Any,
+    model_class: Any = None,
+    *,
+    is_unused: Callable[[str], bool] | None = None,
+) -> Any:
     """Return a model of ``transformers`` with the weights of a checkpoint, as ``load_decoder``.
+
+    Args:
+        folder: The checkpoint.
+        config: Configuration of ``transformers``.
+        model_class: Auto class of ``transformers``; None for the class of a language model.
+        is_unused: Whether the weight of a name may be missing, or not be the model's; None for no
+            weight.
 
     Raises:
         OptionError: See ``load_decoder``.
     """
     files = _weight_files(folder)
     with torch.device("meta"), wrap_errors("transformers cannot make the model"):
-        empty = _model_class(config).from_config(config)
+        empty = (model_class or _model_class(config)).from_config(config)
     with wrap_errors(f"cannot read weights from {folder}"):
         model, loaded = type(empty).from_pretrained(
             None,
@@ -187,7 +217,7 @@ def load_model(folder: Path, config: Any) -> Any:
             ignore_mismatched_sizes=True,  # _check_loaded reports them
             output_loading_info=True,
         )
-    _check_loaded(folder, loaded)
+    _check_loaded(folder, loaded, is_unused)
     return model.eval().requires_grad_(False)
 
 
@@ -268,11 +298,11 @@ def _auto_class(config: Any) -> tuple[str, str]:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
+def read_json(path: Path, *, kind: type = dict) -> Any:
+    """Read a JSON object, or another kind of value.
 
     Raises:
-        OptionError: The file does not exist, or is not a JSON object.
+        OptionError: The file does not exist, or is not JSON of this kind.
     """
     if not path.is_file():
         raise OptionError("no such model configuration", got=str(path))
@@ -280,9 +310,9 @@ def read_json(path: Path) -> dict[str, Any]:
         values: object = json.loads(path.read_bytes())
     except ValueError as error:
         raise OptionError(f"{path} is not JSON", got=str(error)) from error
-    if not isinstance(values, dict):
+    if not isinstance(values, kind):
         raise OptionError(f"{path} is not a model configuration", got=type(values).__name__)
-    return cast("dict[str, Any]", values)
+    return values
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -300,8 +330,11 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _check_loaded(folder: Path, loaded: Mapping[str, Any]) -> None:
-    """Refuse a model unless exactly the checkpoint's weights were loaded."""
+def _check_loaded(
+    folder: Path, loaded: Mapping[str, Any], is_unused: Callable[[str], bool] | None
+) -> None:
+    """Refuse a model unless exactly the checkpoint's weights were loaded, besides unused ones."""
+    is_unused = is_unused or (lambda _: False)
     if loaded["mismatched_keys"]:
         name, shape, expected = min(loaded["mismatched_keys"])
         raise OptionError(
@@ -309,9 +342,10 @@ def _check_loaded(folder: Path, loaded: Mapping[str, Any]) -> None:
             got=f"{list(shape)} for {name}",
             expected=str(list(expected)),
         )
-    if loaded["missing_keys"]:
-        raise OptionError(f"{folder} lacks a weight", expected=min(loaded["missing_keys"]))
-    unknown = sorted(loaded["unexpected_keys"])
+    missing = [name for name in loaded["missing_keys"] if not is_unused(name)]
+    if missing:
+        raise OptionError(f"{folder} lacks a weight", expected=min(missing))
+    unknown = sorted(name for name in loaded["unexpected_keys"] if not is_unused(name))
     if unknown:
         raise OptionError(
             f"{folder} has weights that its architecture does not have",

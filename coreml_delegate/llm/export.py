@@ -29,6 +29,7 @@ from coreml_delegate.llm.decoder_methods import (
     StandardForward,
     keep_sizes_static,
 )
+from coreml_delegate.llm.embedding import TextEncoder
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
 from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import TOKEN_EMBEDDING, CacheKind, Layout
@@ -50,7 +51,7 @@ _MOST_EXAMPLES = 3  # in a message
 
 
 def quantize_weights(
-    decoder: Decoder | EncoderDecoder,
+    decoder: Decoder | EncoderDecoder | TextEncoder,
     *,
     linear: QuantizationAssignment | None = None,
     embedding: QuantizationMode | None = None,

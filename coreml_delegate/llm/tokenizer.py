@@ -83,7 +83,12 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See ``Tokenizer``."""
-        return list(self._tokenizer.encode(text).ids)
+        return self.encode_pair(text)[0]
+
+    def encode_pair(self, text: str, second: str | None = None) -> tuple[list[int], list[int]]:
+        """Return the tokens of one or two texts, and for each the number of its text, 0 or 1."""
+        encoding = self._tokenizer.encode(text, second)
+        return list(encoding.ids), list(encoding.type_ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``Tokenizer``."""

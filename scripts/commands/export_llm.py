@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
-from coreml_delegate.quantization import (
-    MODULE_FORMS,
-    Method,
-    QuantizationAssignment,
-    QuantizationMode,
-    mode_of,
-)
-from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command, add_number, add_path
 from coreml_delegate.targets import Opset
@@ -36,8 +29,6 @@ if TYPE_CHECKING:
 _CONTEXT = 2048  # tokens
 _CHUNK = {"io": 64, "state": 8, "buffer": 8}
 _ANSWER_CHUNK = 8  # of encoder-decoder models, whose prompts have few tokens
-_GROUP = 32
-_NONE = "none"
 _BYTES = {
     Precision.FLOAT16: 2,
     Precision.AUTO: 2,
@@ -120,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="LoRA adapter that peft has saved; it gets methods of its own, which share the "
         "model's weights; repeatable (default name: the folder's)",
     )
-    _add_quantization(parser)
+    quantization_options.add_weight_modes(parser)
     arguments.add_allow_missing_kernels(parser)
     arguments.add_options(parser, CompileOptions)
     arguments.add_force(parser)
@@ -128,72 +119,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(refuse_usage=parser.error)
 
 
-def _add_quantization(parser: argparse.ArgumentParser) -> None:
-    forms = ", ".join(MODULE_FORMS)
-    group = parser.add_argument_group("weights in few bits")
-    choice = group.add_mutually_exclusive_group()
-    choice.add_argument(
-        "--quantize",
-        default=_NONE,
-        metavar="MODE",
-        help=f"linear layers: {_NONE} (default), int4 (int4-groupN with N of --group-size), int8 "
-        f"(int8-channel), {forms}",
-    )
-    add_path(
-        choice,
-        "--quantize-config",
-        "FILE.json",
-        "a mode for each linear layer, by path with * (docs/quantization.md has the form)",
-    )
-    add_number(
-        group, "--group-size", "N", f"inputs that share a scale with int4 (default: {_GROUP})"
-    )
-    group.add_argument(
-        "--embedding-quantize",
-        default=_NONE,
-        metavar="MODE",
-        help=f"embeddings, and a head tied to them: {_NONE} (default), int8 (a scale per token), "
-        "or another of these modes",
-    )
-
-
-def _modes(
-    args: argparse.Namespace,
-) -> tuple[QuantizationAssignment | None, QuantizationMode | None]:
-    """Return the modes of the linear layers, and the mode of the embedding.
-
-    Raises:
-        OptionError: A mode is unknown, or does not fit the other options.
-    """
-    uses_groups = "int4" in (args.quantize, args.embedding_quantize)
-    if args.group_size is not None and not uses_groups:
-        raise OptionError("--group-size belongs to int4", got=f"--quantize {args.quantize}")
-    short = {"int4": f"int4-group{args.group_size or _GROUP}", "int8": "int8-channel"}
-    names = [short.get(name, name) for name in (args.quantize, args.embedding_quantize)]
-    linear, embedding = (None if name == _NONE else mode_of(name) for name in names)
-    if args.quantize_config is not None:
-        assignment = QuantizationAssignment.read(args.quantize_config)
-    else:
-        assignment = None if linear is None else QuantizationAssignment(linear)
-    for mode in (*(assignment.modes if assignment else ()), embedding):
-        if mode is None:
-            continue
-        if mode.method is not Method.MODULES:
-            raise OptionError(
-                f"{mode.name} does not quantize modules of PyTorch",
-                got=mode.method.value,
-                expected=f"one of {', '.join(MODULE_FORMS)}",
-            )
-        mode.require_target(args.deployment_target, "--deployment-target")
-    return assignment, embedding
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if (args.checkpoint is None) == (args.random is None):
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
-    linear, embedding = _modes(args)
-    tokenizer = _tokenizer(args)
+    linear, embedding = quantization_options.weight_modes_of(args)
+    tokenizer = arguments.tokenizer_copy(args)
     check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.adapters import read_adapters
@@ -220,16 +151,6 @@ def run(args: argparse.Namespace) -> int:
         for report in partitioner.reports:
             report.require_kernels()
     return 0
-
-
-def _tokenizer(args: argparse.Namespace) -> dict[Path, Path]:
-    """Return the path for a copy of the checkpoint's tokenizer, with its source, or nothing."""
-    folder: Path | None = args.checkpoint
-    if folder is None:
-        return {}
-    sources = (folder / name for name in arguments.TOKENIZERS)
-    source = next((source for source in sources if source.is_file()), None)
-    return {} if source is None else {arguments.beside(args.output, source.name): source}
 
 
 def _model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from support.documents import (
     reading,
 )
 
+from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.scripts.cli import main_parser
 
 README = ROOT / "README.md"
@@ -60,6 +62,36 @@ def _checkpoint(folder: Path) -> None:
         intermediate_size=64,
         max_position_embeddings=128,
     )
+    _byte_tokenizer(folder)
+    turns = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(f"{turns}assistant: ")
+
+
+def _text_encoder(folder: Path) -> None:
+    """A model of sentence-transformers over bytes."""
+    config = transformers().AutoConfig.for_model(
+        "bert",
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+    )
+    transformers().AutoModel.from_config(config).save_pretrained(folder)
+    _byte_tokenizer(folder)
+    parts = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"type": f"sentence_transformers.models.{kind}", "path": path}
+        for kind, path in parts.items()
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def _byte_tokenizer(folder: Path) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -70,8 +102,6 @@ def _checkpoint(folder: Path) -> None:
     )
     tokenizer.train_from_iterator([], bytes_alone)
     tokenizer.save(str(folder / "tokenizer.json"))
-    turns = "{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}"
-    (folder / "chat_template.jinja").write_text(f"{turns}assistant: ")
 
 
 def _book(path: Path) -> None:
@@ -93,6 +123,7 @@ GIVEN: Mapping[str, Callable[[Path], None]] = MappingProxyType(
         "photos": _photos,
         "book.txt": _book,
         "checkpoint": _checkpoint,
+        "minilm": _text_encoder,
         "model.jax": _stablehlo,
         "sweep.toml": _sweep,
     }

@@ -118,7 +118,7 @@ def lines(exact: float, rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---:|---:|---:|"
     yield f"| | the checkpoint, fp32 in PyTorch | 32 | {exact:.3f} | |"
     for row in rows:
-        change = f"{100 * (row.perplexity / exact - 1):+.1f} %"
+        change = f"{100 * (row.perplexity / exact - 1):+.1f} %".replace("-0.0", "+0.0")
         meaning = MODES[row.mode]
         yield f"| `{row.mode}` | {meaning} | {row.bits:.2f} | {row.perplexity:.3f} | {change} |"
 

@@ -41,6 +41,7 @@ _LINES = (
     (f"quantize-report {MODELS}:tiny --quantize int8-weight", ()),
     ("convert add.mlir -o add.mlpackage", ("jax",)),
     ("export-llm --random llama.json --context 32 -o llm.pte", ("llm",)),
+    ("export-embedding --random bert.json --pooling mean -o bert.pte", ("llm",)),
     ("generate llm.pte --prompt 1,2 --max-new-tokens 2", ("llm",)),
     ("evaluate llm.pte --text add.mlir --max-windows 1", ("llm",)),
     ("sweep sweep.toml --workers 1 -o swept", ("cluster",)),
@@ -60,8 +61,20 @@ _LLAMA = {
     "vocab_size": 256,  # tokens are bytes
 }
 
+_BERT = {
+    "architectures": ["BertModel"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "max_position_embeddings": 16,
+    "model_type": "bert",
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 256,
+}
+
 _FILES = {
     "llama.json": json.dumps(_LLAMA),
+    "bert.json": json.dumps(_BERT),
     "add.mlir": "func.func public @main(%a: tensor<3xf32>) -> tensor<3xf32> {\n"
     "  %0 = stablehlo.add %a, %a : tensor<3xf32>\n  return %0 : tensor<3xf32>\n}\n",
     "sweep.toml": f'[models.tiny]\nsource = "{MODELS}:tiny"\n[options]\nprecision = ["float32"]\n',

@@ -114,7 +114,8 @@ def weight_modes_of(
     if args.group_size is not None and not uses_groups:
         raise OptionError("--group-size belongs to int4", got=f"--quantize {args.quantize}")
     short = {"int4": f"int4-group{args.group_size or _GROUP}", "int8": "int8-channel"}
-    names = [short.get(name, name) for name in (args.quantize, args.embedding_quantize)]
+    chosen: tuple[str, str] = (args.quantize, args.embedding_quantize)
+    names = [short.get(name, name) for name in chosen]
     linear, embedding = (None if name == _NONE else mode_of(name) for name in names)
     if args.quantize_config is not None:
         assignment = QuantizationAssignment.read(args.quantize_config)

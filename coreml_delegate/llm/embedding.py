@@ -387,9 +387,11 @@ class Embedder:
                 expected="a file of coreml-delegate export-embedding",
             )
         self._program, self._tokenizer = program, tokenizer
-        self.lengths = tuple(int(length) for length in program.run(_LENGTHS, []))
-        self._padding = int(program.run(_PAD, [])[0])
-        self._vocabulary = int(program.run(_VOCABULARY, [])[0])
+        lengths, paddings, vocabularies = (
+            _integers(program.run(name, [])) for name in (_LENGTHS, _PAD, _VOCABULARY)
+        )
+        self.lengths = tuple(lengths)
+        self._padding, self._vocabulary = paddings[0], vocabularies[0]
 
     @classmethod
     def load(
@@ -450,3 +452,7 @@ class Embedder:
                 "there is no tokenizer", remedy="Pass the tokenizer to load, or tokens as the text"
             )
         return self._tokenizer.encode_pair(text, second)
+
+
+def _integers(values: Sequence[Any]) -> list[int]:
+    return [int(value) for value in values]

@@ -129,7 +129,7 @@ def _report(
     args: argparse.Namespace, encoder: TextEncoder, parameters: int, reports: dict[str, Any]
 ) -> None:
     """Print a summary; warn of operations on the CPU."""
-    document = {
+    document: dict[str, Any] = {
         "parameters": parameters,
         "bytes": args.output.stat().st_size,
         "lengths": list(encoder.lengths),

@@ -12,7 +12,6 @@ import enum
 
 from coreml_delegate.errors import OptionError
 
-
 LARGEST_DIMENSION = 16384
 """Largest dimension of a tensor on the neural engine of A13 to A15, M1 and M2."""
 

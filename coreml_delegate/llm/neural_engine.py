@@ -38,11 +38,10 @@ from coreml_delegate.llm.caches import (
 from coreml_delegate.llm.channels_first import ChannelsFirst, Operand, Parts
 from coreml_delegate.llm.decoder import Decoder, require_equal, use_our_attention
 from coreml_delegate.llm.decoder_methods import StandardForward
-from coreml_delegate.llm.experts import routers
+from coreml_delegate.llm.experts import Experts
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.positions import RotaryTables
 from coreml_delegate.llm.states import (
-    CONVOLUTION,
     RECURRENCE,
     Name,
     Span,
@@ -87,9 +86,7 @@ class Mask:
         """
         past = past_positions(self.rows, position, ring=self.rows < context)
         columns = torch.cat((past, position + torch.arange(length)))
-        return mask(
-            1, length, columns.shape[0], position, columns, mask_function=self.function
-        )
+        return mask(1, length, columns.shape[0], position, columns, mask_function=self.function)
 
 
 class Inputs(Call):
@@ -256,34 +253,31 @@ class GivenRotation(nn.Module):
 
 
 class PartialHead(nn.Module):
-    """The head for one token, in parts.
+    """The head for one token, in parts of at most 16,384 outputs.
 
     Args:
-        linear: The projection to logits.
+        linear: The projection to logits, with weight [V, C].
     """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.linear = linear
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight [V, C]."""
-        return self.linear.weight
+        self.parts = nn.ModuleList()
+        starts = range(0, linear.weight.shape[0], LARGEST_DIMENSION)
+        for rows in (slice(start, start + LARGEST_DIMENSION) for start in starts):
+            part = nn.Linear(1, 1, device="meta")
+            part.weight = nn.Parameter(linear.weight[rows], requires_grad=False)
+            part.bias = (
+                None
+                if linear.bias is None
+                else nn.Parameter(linear.bias[rows], requires_grad=False)
+            )
+            self.parts.append(part)
 
     def forward(self, x: ChannelsFirst) -> Parts:
         """Return the logits [1, V] of one token of [1, L, C]."""
         call: Any = current_call()
-        last = (x.data * call.last).sum(3, keepdim=True)
-        weight, bias = self.linear.weight, self.linear.bias
-        parts: list[torch.Tensor] = []
-        for start in range(0, weight.shape[0], LARGEST_DIMENSION):
-            rows = slice(start, start + LARGEST_DIMENSION)
-            part = nn.functional.conv2d(
-                last, weight[rows, :, None, None], None if bias is None else bias[rows]
-            )
-            parts.append(part.flatten(1))
-        return Parts(parts)
+        last = ChannelsFirst.of_channels((x.data * call.last).sum(3, keepdim=True))
+        return Parts([part(last).data.flatten(1) for part in self.parts])
 
 
 # Caches
@@ -312,9 +306,7 @@ class _Rows(UnlimitedLayer):
         """Store the call's rows; return all keys and values [1, kv_heads, S, width]."""
         del args, kwargs
         self.new = tuple(rows.tensor() for rows in (key_states, value_states))
-        return tuple(
-            torch.cat(pair, dim=2) for pair in zip(self._past, self.new, strict=True)
-        )
+        return tuple(torch.cat(pair, dim=2) for pair in zip(self._past, self.new, strict=True))
 
 
 class _States(StateLayer):
@@ -438,7 +430,7 @@ class NeuralEngineDecoder(Decoder):
         reasons = {
             "attention of its own, which calls no attention function": self.ordered,
             "recurrences": RECURRENCE in kinds,
-            "a mixture of experts": bool(routers(self.model)),
+            "a mixture of experts": any(isinstance(part, Experts) for part in self.model.modules()),
         }
         for reason, applies in reasons.items():
             if applies:
@@ -461,9 +453,7 @@ class NeuralEngineDecoder(Decoder):
         """Compare the logits of a text with the unchanged model's: padded chunks, then a token."""
         text = self.probe_tokens
         chunk = min(_PROBE_CHUNK, *(layer.window or _PROBE_CHUNK for layer in self.layers))
-        layout = Layout(
-            self.vocabulary, self.context, chunk, CacheKind.BUFFER, standard=True
-        )
+        layout = Layout(self.vocabulary, self.context, chunk, CacheKind.BUFFER, standard=True)
         forward = NeuralEngineForward(self, layout)
         start = 0
         for count in (chunk - 1 or 1, chunk - 1 or 1, text.shape[1]):

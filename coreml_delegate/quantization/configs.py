@@ -7,13 +7,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.weight_compression import MAGNITUDE, OPTION, PALETTE
+from coreml_delegate.options.weight_compression import (
+    LINEAR,
+    MAGNITUDE,
+    OPTION,
+    PALETTE,
+    Stage,
+)
 from coreml_delegate.patches.third_party import coremltools, quiet_import
 from coreml_delegate.quantization.assignment import QuantizationAssignment
 from coreml_delegate.quantization.modes import Method, QuantizationMode
 
 FULL = -1
 """The full dimension in a block size of torchao."""
+
+_SCALES: Mapping[str, Any] = {"mode": "linear_symmetric", "granularity": "per_channel"}
+_TABLES: Mapping[str, Any] = {
+    "mode": "kmeans",
+    "granularity": "per_grouped_channel",
+    "group_size": 16,
+}
+NEURAL_ENGINE_STAGES: Mapping[str, Stage] = {
+    "int8": {"config_type": LINEAR, "global_config": {**_SCALES, "dtype": "int8"}},
+    "int4": {"config_type": LINEAR, "global_config": {**_SCALES, "dtype": "int4"}},
+    **{
+        f"palettize-{bits}": {"config_type": PALETTE, "global_config": {**_TABLES, "nbits": bits}}
+        for bits in (4, 6, 8)
+    },
+}
+"""Compression after conversion in forms that the neural engine takes: a scale per output channel,
+or a table of values for 16 output channels; no scales per block."""
 
 
 def linear_quantizer_config(

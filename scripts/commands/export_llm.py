@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
+from coreml_delegate.options.weight_compression import OPTION, demand
+from coreml_delegate.quantization.configs import NEURAL_ENGINE_STAGES
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command, add_number, add_path
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import ComputeUnit, Opset
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -37,6 +39,15 @@ _BYTES = {
 }  # of an element that is not quantized
 CACHES = ("io", "state", "buffer")
 LAYOUTS = ("standard", "methods")
+NEURAL_ENGINE = "neural-engine"
+_BITS = ("none", "int4", "int8")
+_PALETTES = tuple(mode for mode in NEURAL_ENGINE_STAGES if mode not in _BITS)
+
+
+_FORM = (
+    "the layout standard, caches as buffers, logits, scales per output or palettes, iOS16 or later"
+)
+_WITHOUT_NEURAL_ENGINE = (ComputeUnit.CPU_ONLY, ComputeUnit.CPU_AND_GPU)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "its images are not supported",
     )
     parser.add_argument(
+        "--for",
+        dest="form",
+        choices=(NEURAL_ENGINE,),
+        help="write the layers in the form that suits the neural engine: convolutions, one head at "
+        "a time, the head in parts; with the layout standard and caches as buffers",
+    )
+    parser.add_argument(
         "--layout",
         choices=LAYOUTS,
         help="methods of the file: those that ExecuTorch's runners call (standard, the "
@@ -124,10 +142,11 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("weights in few bits")
     group.add_argument(
         "--quantize",
-        choices=("none", "int4", "int8"),
+        choices=(*_BITS, *_PALETTES),
         default="none",
         help="linear layers: int4 with a scale per group of inputs, or int8 with a scale per "
-        "output (default: none)",
+        "output; with --for both with a scale per output, or palettize-N: indices of N bits, a "
+        "table for 16 outputs (default: none)",
     )
     add_number(
         group,
@@ -148,6 +167,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if (args.checkpoint is None) == (args.random is None):
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
+    _check_form(args)
     tokenizer = _tokenizer(args)
     check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
@@ -159,12 +179,13 @@ def run(args: argparse.Namespace) -> int:
         adapters = _fit(decoder, files)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     with console.step("Quantizing the weights"):
-        quantize_weights(
-            decoder,
-            linear=args.quantize,
-            embedding=args.embedding_quantize,
-            group=args.group_size,
-        )
+        if args.form is None:
+            quantize_weights(
+                decoder,
+                linear=args.quantize,
+                embedding=args.embedding_quantize,
+                group=args.group_size,
+            )
     partitioner = _partitioner(args, layout)
     with console.step("Exporting with torch.export"):
         methods = _export(args, decoder, layout, adapters)
@@ -180,6 +201,42 @@ def run(args: argparse.Namespace) -> int:
         for report in partitioner.reports:
             report.require_kernels()
     return 0
+
+
+def _check_form(args: argparse.Namespace) -> None:
+    """Refuse options that contradict ``--for``, or need it.
+
+    Raises:
+        OptionError: There is such an option.
+    """
+    if args.form is None:
+        if args.quantize in _PALETTES:
+            raise OptionError(
+                "palettes are for the neural engine",
+                got=f"--quantize {args.quantize}",
+                expected=", ".join(_BITS),
+                remedy=f"Export it with --for {NEURAL_ENGINE}",
+            )
+        return
+    target, unit = _target(args), args.compute_unit
+    contradictions = {
+        "--layout methods": args.layout == "methods",
+        f"--cache {args.cache}": args.cache not in (None, "buffer"),
+        f"--sample-in-model {args.sample_in_model}": args.sample_in_model is not None,
+        "--adapter": bool(args.adapter),
+        f"--embedding-quantize {args.embedding_quantize}": args.embedding_quantize != "none",
+        f"--group-size {args.group_size}": args.group_size != _GROUP,
+        f"--deployment-target {target.name}": target < Opset.iOS16,
+        f"--compute-unit {getattr(unit, 'value', unit)}": unit in _WITHOUT_NEURAL_ENGINE,
+    }
+    for option, applies in contradictions.items():
+        if applies:
+            raise OptionError(
+                f"--for {NEURAL_ENGINE} contradicts another option",
+                got=option,
+                expected=_FORM,
+                remedy=f"Leave out {option.split()[0]}, or --for",
+            )
 
 
 def _tokenizer(args: argparse.Namespace) -> dict[Path, Path]:
@@ -206,6 +263,7 @@ def _model(
         unsupported_images,
     )
     from coreml_delegate.llm.layout import CacheKind, Layout
+    from coreml_delegate.llm.neural_engine import NeuralEngineDecoder
     from coreml_delegate.llm.vision import image_input, read_preparation
 
     folder: Path | None = args.checkpoint
@@ -221,6 +279,12 @@ def _model(
         selection.check(config.get_text_config(decoder=True).vocab_size)
     names = tuple(adapter.name for adapter in adapters)
     if config.is_encoder_decoder:
+        if args.form is not None:
+            raise OptionError(
+                "a model with an encoder has no form for the neural engine",
+                got=f"--for {args.form}",
+                remedy="Export it without --for",
+            )
         return _encoder_decoder(args, config, selection, names)
     if args.source_length is not None:
         raise OptionError("the model has no encoder", got=f"--source-length {args.source_length}")
@@ -234,6 +298,8 @@ def _model(
         )
     preparation = None if args.text_only else read_preparation(config, folder)
     options: dict[str, Any] = {"context": context, "text_only": args.text_only}
+    if args.form is not None:
+        options["kind"] = NeuralEngineDecoder
     decoder = (
         random_decoder(config, args.seed, **options)
         if folder is None
@@ -272,12 +338,18 @@ def _form(args: argparse.Namespace, *, needs_methods: bool) -> tuple[bool, str]:
     layout = args.layout or ("methods" if needs_methods else "standard")
     if layout == "methods":
         return False, args.cache or "io"
-    has_states = _target(args) >= Opset.iOS18
+    has_states = _target(args) >= Opset.iOS18 and args.form is None
     return True, args.cache or ("state" if has_states else "buffer")
 
 
 def _target(args: argparse.Namespace) -> Opset:
-    return args.deployment_target or Opset.iOS18  # methods share weights from here on
+    if args.deployment_target is not None:
+        return args.deployment_target
+    if args.form is not None:
+        stage = NEURAL_ENGINE_STAGES.get(args.quantize)
+        required = demand(None, None if stage is None else (stage,))
+        return Opset.iOS16 if required is None else required[0]
+    return Opset.iOS18  # methods share weights from here on
 
 
 def _encoder_decoder(
@@ -366,6 +438,10 @@ def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
     target = _target(args)
     keywords = arguments.keywords_of(args, CompileOptions)
     keywords["minimum_deployment_target"] = target
+    if args.form is not None:
+        keywords[OPTION] = NEURAL_ENGINE_STAGES.get(args.quantize)
+        if args.compute_unit is None:
+            keywords["compute_unit"] = ComputeUnit.CPU_AND_NE
     specs = CoreMLBackend.generate_compile_specs(**keywords)
     if layout.source is not None and not layout.standard and target >= Opset.iOS18:
         # An encoder of audio may share no weight with the decoder, and is kept with it.

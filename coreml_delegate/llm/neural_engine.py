@@ -51,6 +51,7 @@ from coreml_delegate.llm.states import (
 )
 from coreml_delegate.llm.stored_weights import in_memory
 from coreml_delegate.patches.third_party import transformers, wrap_errors
+from coreml_delegate.quantization.configs import PALETTE_OUTPUTS
 from coreml_delegate.targets import LARGEST_DIMENSION
 
 NAME = "coreml_delegate_neural_engine"
@@ -255,6 +256,9 @@ class GivenRotation(nn.Module):
 class PartialHead(nn.Module):
     """The head for one token, in parts of at most 16,384 outputs.
 
+    The outputs of the last part are filled up to a multiple of 16 with zeros, so that palettes of
+    16 outputs divide them.
+
     Args:
         linear: The projection to logits, with weight [V, C].
     """
@@ -262,19 +266,22 @@ class PartialHead(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.parts = nn.ModuleList()
-        starts = range(0, linear.weight.shape[0], LARGEST_DIMENSION)
-        for rows in (slice(start, start + LARGEST_DIMENSION) for start in starts):
-            part = nn.Linear(1, 1, device="meta")
-            part.weight = nn.Parameter(linear.weight[rows], requires_grad=False)
-            part.bias = (
-                None
-                if linear.bias is None
-                else nn.Parameter(linear.bias[rows], requires_grad=False)
-            )
+        missing = -linear.weight.shape[0] % PALETTE_OUTPUTS
+        parameters = [(linear.weight, linear.weight.new_zeros(missing, linear.weight.shape[1]))]
+        if linear.bias is not None:
+            parameters.append((linear.bias, linear.bias.new_zeros(missing)))
+        for start in range(0, linear.weight.shape[0], LARGEST_DIMENSION):
+            stop = start + LARGEST_DIMENSION
+            part = nn.Linear(1, 1, bias=False, device="meta")
+            for name, (rows, zeros) in zip(("weight", "bias"), parameters, strict=False):
+                own = rows[start:stop]
+                if missing and stop >= rows.shape[0]:
+                    own = torch.cat((own, zeros))
+                setattr(part, name, nn.Parameter(own, requires_grad=False))
             self.parts.append(part)
 
     def forward(self, x: ChannelsFirst) -> Parts:
-        """Return the logits [1, V] of one token of [1, L, C]."""
+        """Return the logits [1, V] of one token of [1, L, C], and zeros behind them."""
         call: Any = current_call()
         last = ChannelsFirst.of_channels((x.data * call.last).sum(3, keepdim=True))
         return Parts([part(last).data.flatten(1) for part in self.parts])
@@ -424,6 +431,21 @@ class NeuralEngineDecoder(Decoder):
             )
         return outputs.logits.parts, new_tensors(cache)
 
+    def check_palettes(self) -> None:
+        """Check that groups of 16 outputs divide the layers; others would not be palettized.
+
+        Raises:
+            OptionError: They do not divide a layer.
+        """
+        for name, module in self.named_modules():
+            outputs = module.weight.shape[0] if isinstance(module, nn.Linear) else 0
+            if outputs % PALETTE_OUTPUTS:
+                raise OptionError(
+                    f"palettes for {PALETTE_OUTPUTS} outputs do not divide {name}",
+                    got=f"{outputs} outputs",
+                    remedy="Choose --quantize int4 or int8",
+                )
+
     def _refuse(self) -> None:
         """Refuse parts that have no form for the neural engine."""
         kinds = {state.name[0] for layer in self.layers for state in layer.states}
@@ -550,6 +572,7 @@ class NeuralEngineForward(StandardForward):
     ) -> None:
         super().__init__(decoder, layout, suffix=suffix, cache_dtype=cache_dtype)
         self._masks, self._dtype = decoder.masks, cache_dtype
+        self._vocabulary = decoder.vocabulary
         self._end_matrices = decoder.end_matrices
         weight = decoder.embedding.weight
         table = nn.Parameter(in_memory(weight).to(cache_dtype), requires_grad=False)
@@ -588,4 +611,4 @@ class NeuralEngineForward(StandardForward):
             ],
         )
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return logits.to(torch.float32), *new
+        return logits[:, : self._vocabulary].to(torch.float32), *new

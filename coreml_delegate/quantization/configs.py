@@ -21,11 +21,14 @@ from coreml_delegate.quantization.modes import Method, QuantizationMode
 FULL = -1
 """The full dimension in a block size of torchao."""
 
+PALETTE_OUTPUTS = 16
+"""Number of output channels that share a table of values."""
+
 _SCALES: Mapping[str, Any] = {"mode": "linear_symmetric", "granularity": "per_channel"}
 _TABLES: Mapping[str, Any] = {
     "mode": "kmeans",
     "granularity": "per_grouped_channel",
-    "group_size": 16,
+    "group_size": PALETTE_OUTPUTS,
 }
 NEURAL_ENGINE_STAGES: Mapping[str, Stage] = {
     "int8": {"config_type": LINEAR, "global_config": {**_SCALES, "dtype": "int8"}},
@@ -36,7 +39,7 @@ NEURAL_ENGINE_STAGES: Mapping[str, Stage] = {
     },
 }
 """Compression after conversion in forms that the neural engine takes: a scale per output channel,
-or a table of values for 16 output channels; no scales per block."""
+or a table of values for ``PALETTE_OUTPUTS``; no scales per block."""
 
 
 def linear_quantizer_config(

@@ -186,6 +186,8 @@ def run(args: argparse.Namespace) -> int:
                 embedding=args.embedding_quantize,
                 group=args.group_size,
             )
+        elif args.quantize in _PALETTES:
+            decoder.check_palettes()
     partitioner = _partitioner(args, layout)
     with console.step("Exporting with torch.export"):
         methods = _export(args, decoder, layout, adapters)

@@ -36,6 +36,50 @@ class Operand:
         method = getattr(torch.Tensor, name)
         return lambda *args, **kwargs: self.apply(method, (self, *args), kwargs)
 
+    def __add__(self, other: Any) -> Any:
+        """Return ``self + other``."""
+        return self.apply(operator.add, (self, other), {})
+
+    def __radd__(self, other: Any) -> Any:
+        """Return ``other + self``."""
+        return self.apply(operator.add, (other, self), {})
+
+    def __sub__(self, other: Any) -> Any:
+        """Return ``self - other``."""
+        return self.apply(operator.sub, (self, other), {})
+
+    def __rsub__(self, other: Any) -> Any:
+        """Return ``other - self``."""
+        return self.apply(operator.sub, (other, self), {})
+
+    def __mul__(self, other: Any) -> Any:
+        """Return ``self * other``."""
+        return self.apply(operator.mul, (self, other), {})
+
+    def __rmul__(self, other: Any) -> Any:
+        """Return ``other * self``."""
+        return self.apply(operator.mul, (other, self), {})
+
+    def __truediv__(self, other: Any) -> Any:
+        """Return ``self / other``."""
+        return self.apply(operator.truediv, (self, other), {})
+
+    def __rtruediv__(self, other: Any) -> Any:
+        """Return ``other / self``."""
+        return self.apply(operator.truediv, (other, self), {})
+
+    def __pow__(self, other: Any) -> Any:
+        """Return ``self ** other``."""
+        return self.apply(operator.pow, (self, other), {})
+
+    def __neg__(self) -> Any:
+        """Return ``-self``."""
+        return self.apply(torch.neg, (self,), {})
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a part."""
+        return self.apply(torch.Tensor.__getitem__, (self, index), {})
+
     @classmethod
     def apply(cls, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of one of torch's functions."""
@@ -48,28 +92,6 @@ class Operand:
         """Return the result of one of torch's functions."""
         del types
         return cls.apply(func, args, kwargs or {})
-
-
-def _add_operators() -> None:
-    """Define the operators, which Python looks up in the class."""
-    for name in ("add", "sub", "mul", "truediv", "pow"):
-        function = getattr(operator, name)
-        setattr(Operand, f"__{name}__", _binary(function, swapped=False))
-        setattr(Operand, f"__r{name}__", _binary(function, swapped=True))
-    Operand.__neg__ = lambda self: self.apply(torch.neg, (self,), {})  # type: ignore[attr-defined]
-    Operand.__getitem__ = lambda self, index: self.apply(  # type: ignore[attr-defined]
-        torch.Tensor.__getitem__, (self, index), {}
-    )
-
-
-def _binary(function: Any, *, swapped: bool) -> Callable[[Any, Any], Any]:
-    def method(self: Any, other: Any) -> Any:
-        return self.apply(function, (other, self) if swapped else (self, other), {})
-
-    return method
-
-
-_add_operators()
 
 
 class ChannelsFirst(Operand):

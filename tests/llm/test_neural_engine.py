@@ -77,6 +77,10 @@ def core_ml_model(program: bytes) -> Any:
     return delegate.model
 
 
+def ops_of(program: bytes) -> list[str]:
+    return [op.type for op in core_ml_model(program).function.block.ops]
+
+
 def findings(program: bytes) -> list[str]:
     """The rules of ``check`` with a finding."""
     use = Use("forward_0", "main", ComputeUnit.CPU_AND_NE)
@@ -124,7 +128,7 @@ def test_a_file_in_fp16(name):
     assert findings(program) == []
     core_ml = core_ml_model(program)
     assert {feature.type.dtype for feature in (*core_ml.inputs, *core_ml.outputs)} == {DType.FP16}
-    ops = [op.type for op in core_ml.function.block.ops if op.type != "const"]
+    ops = [op for op in ops_of(program) if op != "const"]
     assert len(ops) <= MOST_OPS * CONFIG["num_hidden_layers"]
     assert ops.count("softmax") <= 4 * CONFIG["num_hidden_layers"]
     tokens, logits = expected(name)
@@ -197,15 +201,13 @@ def test_nothing_is_found_at_a_real_width():
     assert sum(parts) == 151_936
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "op", "target"),
     [
+        ("int8", "constexpr_affine_dequantize", Opset.iOS16),
         ("int4", "constexpr_blockwise_shift_scale", Opset.iOS18),
-        pytest.param("int8", "constexpr_affine_dequantize", Opset.iOS16, marks=pytest.mark.slow),
-        *(
-            pytest.param(f"palettize-{n}", "constexpr_lut_to_dense", Opset.iOS18, marks=marks)
-            for n, marks in ((4, ()), (6, pytest.mark.slow), (8, pytest.mark.slow))
-        ),
+        *((f"palettize-{n}", "constexpr_lut_to_dense", Opset.iOS18) for n in (4, 6, 8)),
     ],
 )
 @torch.no_grad()
@@ -213,12 +215,18 @@ def test_compressed_weights(mode, op, target):
     plain = tiny_model("llama", **WIDE)
     logits = plain(torch.tensor([PROMPT]), use_cache=False).logits[0, -1]
     decoder = NeuralEngineDecoder(plain, context=CONTEXT)
+    decoder.check_palettes()
     program = lower_decoder(decoder, target=target, weight_compression=NEURAL_ENGINE_STAGES[mode])
     assert findings(program) == []
-    ops = [entry.type for entry in core_ml_model(program).function.block.ops]
-    assert ops.count(op) == ops.count("conv") == 8
+    assert ops_of(program).count(op) == ops_of(program).count("conv") == 8
     made = Generator.load(program, engine="reference").feed(PROMPT)
     assert sqnr_db(logits.numpy(), made.numpy()) > SQNR_WEIGHTS[mode]
+
+
+def test_layers_that_palettes_do_not_divide_are_named():
+    decoder = NeuralEngineDecoder(tiny_model("llama", intermediate_size=50), context=CONTEXT)
+    with pytest.raises(OptionError, match=r"do not divide .*mlp\.gate_proj: got 50 outputs"):
+        decoder.check_palettes()
 
 
 # The command
@@ -227,20 +235,21 @@ def test_compressed_weights(mode, op, target):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("config") / "config.json"
-    path.write_text(json.dumps({**CONFIG, "model_type": "llama", "num_hidden_layers": 1}))
+    path.write_text(json.dumps({**CONFIG, **WIDE, "model_type": "llama"}))
     return path
 
 
 def test_the_command(tmp_path, config, capsys):
     path = tmp_path / "model.pte"
-    command = ["export-llm", "--random", str(config), "-o", str(path), "--context", "32"]
-    assert main([*command, "--for", "neural-engine", "--json"]) == 0
+    command = ["export-llm", "--random", str(config), "-o", str(path), "--quantize", "palettize-4"]
+    assert main([*command, "--for", "neural-engine", "--context", "32", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["layout"]["get_cache_kind"] == "buffer"
     assert report["methods"]["forward"]["partitions"] == 1
     assert main(["check", str(path), "--fail-on", "any"]) == 0
     assert "nothing found" in capsys.readouterr().out
-    assert core_ml_model(path.read_bytes()).program.version == Opset.iOS16
+    ops = ops_of(path.read_bytes())
+    assert ops.count("constexpr_lut_to_dense") == ops.count("conv") == 8
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,12 @@ def _method_modules(
     # Methods share no state, so their buffers need different names.
     suffix = "" if adapter is None else f"_{adapter}"
     if layout.standard:
-        kind = NeuralEngineForward if isinstance(decoder, NeuralEngineDecoder) else StandardForward
-        forward = kind(decoder, layout, suffix=suffix, cache_dtype=cache_dtype)
+        options: dict[str, Any] = {"suffix": suffix, "cache_dtype": cache_dtype}
+        forward = (
+            NeuralEngineForward(decoder, layout, **options)
+            if isinstance(decoder, NeuralEngineDecoder)
+            else StandardForward(decoder, layout, **options)
+        )
         return [(forward, (chunk, position))]
     if layout.cache is CacheKind.STATE:
         forward = Forward(

@@ -173,6 +173,7 @@ def run(args: argparse.Namespace) -> int:
     with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.adapters import read_adapters
         from coreml_delegate.llm.export import lower, quantize_weights
+        from coreml_delegate.llm.neural_engine import NeuralEngineDecoder
     files = read_adapters(args.adapter)
     with console.step("Loading the model"):
         decoder, layout = _model(args, files)
@@ -186,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
                 embedding=args.embedding_quantize,
                 group=args.group_size,
             )
-        elif args.quantize in _PALETTES:
+        elif isinstance(decoder, NeuralEngineDecoder) and args.quantize in _PALETTES:
             decoder.check_palettes()
     partitioner = _partitioner(args, layout)
     with console.step("Exporting with torch.export"):

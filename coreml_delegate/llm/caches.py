@@ -368,7 +368,8 @@ def past_positions(rows: int, position: torch.Tensor, *, ring: bool) -> torch.Te
 
 def _ring_positions(rows: int, newest: torch.Tensor) -> torch.Tensor:
     """Return the position of each row's token, given the position of the newest token."""
-    latest = newest - (newest - torch.arange(rows)) % rows
+    # No negative dividend, whose remainder is negative by ExecuTorch's kernel (1.5.1).
+    latest = newest - (newest + torch.arange(rows, 0, -1)) % rows
     return torch.where(latest >= 0, latest, _NO_POSITION)
 
 

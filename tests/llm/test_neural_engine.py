@@ -35,6 +35,8 @@ LOWERED = (
 )
 """Families that are lowered; ``make test`` lowers the first two."""
 
+PARAMETERS = [*LOWERED[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in LOWERED[2:])]
+
 MOST_OPS = 111
 """MIL ops for each layer of ExecuTorch's own static Llama with four heads, head by head."""
 
@@ -119,10 +121,7 @@ def test_other_families_are_refused(name):
         NeuralEngineDecoder(model(name), context=CONTEXT)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if i < 2 else pytest.mark.slow) for i, n in enumerate(LOWERED)],
-)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_a_file_in_fp16(name):
     program = lowered(name)
     assert findings(program) == []
@@ -141,9 +140,7 @@ def test_a_file_in_fp16(name):
     assert list(generator.generate(PROMPT, choose, limit=NEW)) == tokens[:NEW]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in LOWERED[1:])]
-)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_executorchs_runner_writes_the_text_of_transformers(tmp_path, name):
     save_tokenizer(tmp_path / "tokenizer.json", CONFIG["vocab_size"])
     runner = Runner(tmp_path, lowered(name))

@@ -327,6 +327,19 @@ class Positions(nn.Module):
 CORE_ML = "core_ml"
 """Name of the submodule of a standard method that Core ML computes as a whole."""
 
+BOUNDARY = "boundary"
+"""Name of a submodule of that one whose calls stay on ExecuTorch's kernels, between delegates."""
+
+
+def is_core_ml(path: str) -> bool:
+    """Whether Core ML computes the calls of a module of a standard method.
+
+    Args:
+        path: Of the module, as ``core_ml.decoder``.
+    """
+    names = path.split(".")
+    return CORE_ML in names and BOUNDARY not in names
+
 
 def keep_sizes_static(
     program: ExportedProgram, reason: str = "the number of tokens varies"
@@ -340,7 +353,7 @@ def keep_sizes_static(
     for node in program.graph.nodes:
         if node.op == "call_function":
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-            if not any(CORE_ML in path.split(".") for path in paths):
+            if not is_core_ml(".".join(paths)):
                 do_not_delegate(node, reason)
 
 

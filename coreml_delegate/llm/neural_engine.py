@@ -30,16 +30,19 @@ from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.neural_engine_parts import (
     NAME,
     REMEDY,
+    Boundary,
     Ends,
     FirstCall,
     GivenRotation,
     Inputs,
     Mask,
     PartialHead,
+    PieceHook,
     RefusedPositions,
     Rotation,
     Rows,
     States,
+    as_float,
     end_matrix,
 )
 from coreml_delegate.llm.positions import RotaryTables
@@ -57,6 +60,7 @@ class NeuralEngineDecoder(Decoder):
     Args:
         model: A causal language model of ``transformers`` in fp32 and eval mode; changed.
         context: Number of tokens of the longest text.
+        pieces: Number of pieces of about as many parameters, each a delegate of its own.
 
     Attributes:
         masks: The masks that a call asks for, in order.
@@ -67,7 +71,7 @@ class NeuralEngineDecoder(Decoder):
         OptionError: See ``Decoder``.
     """
 
-    def __init__(self, model: Any, *, context: int) -> None:
+    def __init__(self, model: Any, *, context: int, pieces: int = 1) -> None:
         super().__init__(model, context=context)
         self._refuse()
         self.layers = tuple(map(_with_channels_last, self.layers))
@@ -80,6 +84,8 @@ class NeuralEngineDecoder(Decoder):
                     setattr(parent, name, rotation)
         model.set_output_embeddings(PartialHead(self.head))
         use_our_attention(model, NAME)
+        self.boundary = Boundary()
+        self._cut(pieces)
         refusal = f"{type(model).__name__} has no form for the neural engine"
         with wrap_errors(refusal, lambda _: REMEDY, kind=LoweringError), torch.no_grad():
             self.masks = self._record_masks()
@@ -99,7 +105,6 @@ class NeuralEngineDecoder(Decoder):
         self,
         embeddings: torch.Tensor,
         inputs: Inputs,
-        ends: Mapping[int, torch.Tensor],
         caches: Sequence[torch.Tensor],
     ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
         """Return the logits of one token in parts [1, V_i], and the new cache tensors.
@@ -107,7 +112,6 @@ class NeuralEngineDecoder(Decoder):
         Args:
             embeddings: [1, 1, L, width] of the call's tokens.
             inputs: Further inputs.
-            ends: See ``end_matrix``; by count.
             caches: Keys and values [1, kv_heads, S, width], and states [1, inputs, C].
         """
         tensors, layers = iter(caches), list[Any]()
@@ -116,7 +120,7 @@ class NeuralEngineDecoder(Decoder):
                 layers.append(Rows((next(tensors), next(tensors)), layer.window))
             else:
                 states = take_states(layer.states, tensors)
-                layers.append(States(states, Ends(ends), write=False))
+                layers.append(States(states, Ends(), write=False))
         hidden = ChannelsFirst.of_channels(embeddings.permute(0, 3, 1, 2))
         cache = transformers().Cache(layers=layers)
         with active_call(inputs, self.model):
@@ -143,6 +147,30 @@ class NeuralEngineDecoder(Decoder):
                     remedy="Choose --quantize int4 or int8",
                 )
 
+    def _cut(self, pieces: int) -> None:
+        """Cut the layers into pieces, of which the last has the head.
+
+        Raises:
+            OptionError: There are more pieces than layers.
+        """
+        if not 1 <= pieces <= len(self.layers):
+            raise OptionError(
+                "a piece has at least one layer",
+                got=f"{pieces} pieces",
+                expected=f"1 to {len(self.layers)}",
+            )
+        if pieces == 1:
+            return
+        lists = (part for part in self.model.modules() if isinstance(part, nn.ModuleList))
+        (layers,) = [part for part in lists if len(part) == len(self.layers)]
+        sizes = [_parameters(part) for part in (*layers, self.head)]
+        before = 0
+        for layer, piece in zip(layers, pieces_of_layers(sizes, pieces), strict=True):
+            if piece:
+                hook = PieceHook(self.boundary if piece != before else None)
+                layer.register_forward_pre_hook(hook, with_kwargs=True)
+            before = piece
+
     def _refuse(self) -> None:
         """Refuse parts that have no form for the neural engine."""
         kinds = {state.name[0] for layer in self.layers for state in layer.states}
@@ -162,10 +190,11 @@ class NeuralEngineDecoder(Decoder):
     def _record_masks(self) -> tuple[Mask, ...]:
         length, position = self.probe_logits.shape[1], torch.tensor([0])
         rotations = rotations_of(self.rotaries, position, length, self.context)
-        call = FirstCall(length, self.context, rotations, torch.zeros(1, 1, 1, length))
+        ends, last = self.end_matrices(position, length), torch.zeros(1, 1, 1, length)
+        call = FirstCall(length, self.context, rotations, last, ends)
         empty = [cache for layer in self.layers for cache in layer.empty(self.context, 0).values()]
         embeddings = self.embedding(self.probe_tokens)[:, None]
-        self.compute(embeddings, call, self.end_matrices(position, length), empty)
+        self.compute(embeddings, call, empty)
         return tuple(call.requests)
 
     def _check_form(self) -> None:
@@ -188,6 +217,29 @@ def _with_channels_last(layer: LayerCache) -> LayerCache:
         for state in layer.states
     )
     return replace(layer, states=states)
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def pieces_of_layers(sizes: Sequence[int], pieces: int) -> list[int]:
+    """Return the piece of each layer: about equal sums of sizes, and no piece without a layer.
+
+    Args:
+        sizes: Of the layers, and of the head, which belongs to the last layer's piece.
+        pieces: Number of pieces.
+    """
+    count, total, before = len(sizes) - 1, sum(sizes), 0
+    result: list[int] = []
+    for index, size in enumerate(sizes[:count]):
+        wanted = min(pieces * (2 * before + size) // (2 * total), pieces - 1)
+        last = result[-1] if result else -1
+        # As many layers are left as there are pieces to begin, and each begins after the last.
+        least = pieces - (count - index)
+        result.append(max(least, 0 if last < 0 else min(wanted, last + 1)))
+        before += size
+    return result
 
 
 def rotations_of(
@@ -237,12 +289,8 @@ class Chunk(nn.Module):
             caches: Cache tensors.
         """
         dtype = embeddings.dtype
-        masks = as_computed(masks)
-        rotations = {key: as_computed(pair) for key, pair in rotations.items()}
-        embeddings, last = as_computed((embeddings, last))
-        ends = dict(zip(ends, as_computed(tuple(ends.values())), strict=True))
-        inputs = Inputs(iter(masks), rotations, last)
-        parts, new = self.decoder.compute(embeddings, inputs, ends, as_computed(caches))
+        inputs = Inputs(masks, rotations, last, ends)
+        parts, new = self.decoder.compute(as_float(embeddings), inputs, as_computed(caches))
         return as_stored(parts, dtype), as_stored(new, dtype)
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.attention import Call, Segment, check_arguments, current_call, mask
-from coreml_delegate.llm.caches import UnlimitedLayer, past_positions
+from coreml_delegate.llm.caches import UnlimitedLayer, as_computed, past_positions
 from coreml_delegate.llm.channels_first import ChannelsFirst, Operand, Parts
 from coreml_delegate.llm.states import Name, Span, StateLayer
 from coreml_delegate.patches.third_party import transformers
@@ -30,6 +30,11 @@ REMEDY = "Export it without --for"
 
 Rotation = tuple[int, str | None]
 """Number of a rotary embedding in the model, and a layer type."""
+
+
+def as_float(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an input in the dtype in which a model computes, fp32."""
+    return as_computed((tensor,))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,44 +62,66 @@ class Mask:
         return mask(1, length, columns.shape[0], position, columns, mask_function=self.function)
 
 
+class Rotated(list[ChannelsFirst]):
+    """Cosines and sines [1, L, R] of a rotary embedding.
+
+    Attributes:
+        key: The rotary embedding.
+    """
+
+    def __init__(self, key: Rotation, rows: Iterable[ChannelsFirst]) -> None:
+        super().__init__(rows)
+        self.key = key
+
+
 class Inputs(Call):
     """The inputs of one call, besides embeddings and caches.
+
+    The parts of a model cast them where they use them: a shared cast would be a value in fp32
+    between two delegates.
 
     Args:
         masks: [1, 1, L, S] each, in the order in which the model asks for masks.
         rotations: Cosines and sines, each [1, 1, L, R].
         last: 1 for the token whose logits are wanted, else 0: [1, 1, 1, L].
+        ends: Matrices [1, 1, count + L, count] by count, see ``end_matrix``.
     """
 
     def __init__(
         self,
-        masks: Iterator[torch.Tensor],
+        masks: Iterable[torch.Tensor],
         rotations: Mapping[Rotation, Sequence[torch.Tensor]],
         last: torch.Tensor,
+        ends: Mapping[int, torch.Tensor],
     ) -> None:
         super().__init__()
-        self.last = last
-        self._masks = masks
-        self._rotations = {
-            key: [ChannelsFirst(rows.transpose(2, 3), (0, 3, 2)) for rows in pair]
-            for key, pair in rotations.items()
-        }
+        self.last, self.ends = last, ends
+        self._masks = iter(masks)
+        self._rotations = rotations
+        self._rotated: dict[Rotation, Rotated] = {}
+
+    def begin_piece(self) -> None:
+        """Begin another piece of the model, which shares no value with the pieces before."""
+        self._rotated.clear()
 
     def next_mask(self, request: Mask) -> torch.Tensor:
         """Return the next mask."""
         del request
         return next(self._masks)
 
-    def rotation(self, key: Rotation) -> list[ChannelsFirst]:
-        """Return cosines and sines [1, L, R]."""
-        return self._rotations[key]
+    def rotation(self, key: Rotation) -> Rotated:
+        """Return the cosines and sines of a rotary embedding."""
+        if key not in self._rotated:
+            rows = (as_float(rows).transpose(2, 3) for rows in self._rotations[key])
+            self._rotated[key] = Rotated(key, (ChannelsFirst(r, (0, 3, 2)) for r in rows))
+        return self._rotated[key]
 
 
 class FirstCall(Inputs):
     """A call at position 0, which records the masks that the model asks for."""
 
     def __init__(self, length: int, context: int, *args: Any) -> None:
-        super().__init__(iter(()), *args)
+        super().__init__((), *args)
         self.requests: list[Mask] = []
         self._size = length, context
 
@@ -153,13 +180,14 @@ def attend_by_heads(
     queries = query.in_order(_HEADS) * (width**-0.5 if scaling is None else scaling)
     keys, values = key.split(1, dim=1), value.split(1, dim=1)
     group = heads // len(keys)
+    visible = None if attention_mask is None else as_float(attention_mask)
     results: list[torch.Tensor] = []
     for head, own in enumerate(queries.split(1, dim=1)):
         scores = own.transpose(2, 3) @ keys[head // group].transpose(2, 3)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        if attention_mask is not None:
-            scores = scores + attention_mask
+        if visible is not None:
+            scores = scores + visible
         columns = scores.shape[3]
         if s_aux is not None:
             sink = s_aux[head].reshape(1, 1, 1, 1).expand(1, 1, scores.shape[2], 1)
@@ -195,6 +223,46 @@ class RefusedPositions(Operand):
         )
 
 
+# Pieces
+
+
+class Boundary(nn.Module):
+    """A copy of the activations between two pieces, by ExecuTorch's kernels."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows [1, L, C] of [1, 1, L, C]."""
+        return rows.squeeze(1)
+
+
+class PieceHook:
+    """Called before a layer of another piece than the first, with its arguments.
+
+    Args:
+        boundary: Passes the activations of the layer before; None inside of a piece.
+    """
+
+    def __init__(self, boundary: Boundary | None) -> None:
+        self._boundary = boundary
+
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the layer, as values of its piece."""
+        del layer
+        call: Any = current_call()
+        hidden, *rest = args
+        if self._boundary is not None:
+            call.begin_piece()
+            # A last dimension of a few tokens would be padded.
+            rows = self._boundary(hidden.data.permute(0, 2, 3, 1).to(call.last.dtype))
+            hidden = ChannelsFirst.of_channels(as_float(rows)[:, None].permute(0, 3, 1, 2))
+        own = {
+            name: call.rotation(value.key) if isinstance(value, Rotated) else value
+            for name, value in kwargs.items()
+        }
+        return (hidden, *rest), own
+
+
 # Modules in place of others
 
 
@@ -211,9 +279,7 @@ class GivenRotation(nn.Module):
         self.config = config
         self._number = number
 
-    def forward(
-        self, x: Any, position_ids: torch.Tensor, layer_type: str | None = None
-    ) -> list[ChannelsFirst]:
+    def forward(self, x: Any, position_ids: torch.Tensor, layer_type: str | None = None) -> Rotated:
         """Return cosines and sines [1, L, R]."""
         del x, position_ids
         call: Any = current_call()
@@ -250,7 +316,7 @@ class PartialHead(nn.Module):
     def forward(self, x: ChannelsFirst) -> Parts:
         """Return the logits [1, V] of one token of [1, L, C], and zeros behind them."""
         call: Any = current_call()
-        last = ChannelsFirst.of_channels((x.data * call.last).sum(3, keepdim=True))
+        last = ChannelsFirst.of_channels((x.data * as_float(call.last)).sum(3, keepdim=True))
         return Parts([part(last).data.flatten(1) for part in self.parts])
 
 
@@ -293,18 +359,15 @@ class States(StateLayer):
 
 
 class Ends(Span):
-    """The end of a call's tokens, as matrices that select inputs of convolutions.
+    """The end of a call's tokens, as matrices that select inputs of convolutions."""
 
-    Args:
-        ends: Matrices [1, 1, count + L, count] by count, of zeros and ones.
-    """
-
-    def __init__(self, ends: Mapping[int, torch.Tensor]) -> None:
-        self._ends = ends
+    def __init__(self) -> None:
+        """Take the matrices from the current call."""
 
     def ending(self, inputs: Any, count: int) -> torch.Tensor:
         """Return the inputs [1, count, C] that end with the last token; see ``Span``."""
-        return (inputs.data @ self._ends[count])[:, :, 0].transpose(1, 2)
+        call: Any = current_call()
+        return (inputs.data @ as_float(call.ends[count]))[:, :, 0].transpose(1, 2)
 
 
 def end_matrix(last: torch.Tensor, length: int, count: int) -> torch.Tensor:

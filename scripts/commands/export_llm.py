@@ -101,6 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the layers in the form that suits the neural engine: convolutions, one head at "
         "a time, the head in parts; with the layout standard and caches as buffers",
     )
+    add_number(
+        parser,
+        "--pieces",
+        "N",
+        "delegates, with about as many weights each, in which --for cuts the layers (default: 1)",
+    )
     parser.add_argument(
         "--layout",
         choices=LAYOUTS,
@@ -213,6 +219,12 @@ def _check_form(args: argparse.Namespace) -> None:
         OptionError: There is such an option.
     """
     if args.form is None:
+        if args.pieces is not None:
+            raise OptionError(
+                "only the form for the neural engine has pieces",
+                got=f"--pieces {args.pieces}",
+                remedy=f"Export it with --for {NEURAL_ENGINE}",
+            )
         if args.quantize in _PALETTES:
             raise OptionError(
                 "palettes are for the neural engine",
@@ -302,7 +314,7 @@ def _model(
     preparation = None if args.text_only else read_preparation(config, folder)
     options: dict[str, Any] = {"context": context, "text_only": args.text_only}
     if args.form is not None:
-        options["kind"] = NeuralEngineDecoder
+        options |= {"kind": NeuralEngineDecoder, "pieces": args.pieces or 1}
     decoder = (
         random_decoder(config, args.seed, **options)
         if folder is None
@@ -508,12 +520,12 @@ def _report(
 
 def _left_on_cpu(method: str, report: DelegationReport, layout: Layout) -> bool:
     """Whether calls of the model stay on the CPU, besides those of the standard layout."""
-    from coreml_delegate.llm.decoder_methods import CORE_ML
+    from coreml_delegate.llm.decoder_methods import is_core_ml
     from coreml_delegate.llm.layout import ENCODER, VISION_ENCODER
 
     if not layout.standard or method in (ENCODER, VISION_ENCODER):
         return bool(report.undelegated)
-    return any(node.module.split(".")[0] == CORE_ML for node in report.undelegated)
+    return any(is_core_ml(node.module) for node in report.undelegated)
 
 
 def _print(document: dict[str, Any], decoder: Decoder | EncoderDecoder, layout: Layout) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from support.tolerances import SQNR_NEURAL_ENGINE, SQNR_WEIGHTS, logits_bounds, 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.device_check import CheckedModel, Use, check
 from coreml_delegate.errors import LoweringError, OptionError
+from coreml_delegate.llm import neural_engine
 from coreml_delegate.llm.export import export_methods, lower
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
@@ -37,6 +39,11 @@ LOWERED = (
 
 PARAMETERS = [*LOWERED[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in LOWERED[2:])]
 
+THREE_LAYERS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
 MOST_OPS = 111
 """MIL ops for each layer of ExecuTorch's own static Llama with four heads, head by head."""
 
@@ -51,6 +58,7 @@ def lower_decoder(
     decoder: NeuralEngineDecoder,
     target: Opset = Opset.iOS16,
     precision: Precision = Precision.FLOAT16,
+    partitions: int = 1,
     **options: Any,
 ) -> bytes:
     specs = CoreMLBackend.generate_compile_specs(
@@ -64,7 +72,7 @@ def lower_decoder(
     layout = layout_of(decoder)
     methods = export_methods(decoder, layout, cache_dtype=dtype)
     program = lower(methods, layout, partitioner).buffer
-    assert len(partitioner.report.partitions) == 1
+    assert len(partitioner.report.partitions) == partitions
     return program
 
 
@@ -159,6 +167,56 @@ def test_a_file_in_fp32_has_the_logits_of_transformers(name):
     made = [generator.feed(PROMPT), *(generator.feed([token]) for token in tokens)]
     atol, rtol = logits_bounds(logits)
     torch.testing.assert_close(torch.stack(made), logits[len(PROMPT) - 1 :], atol=atol, rtol=rtol)
+
+
+# Pieces
+
+
+@torch.no_grad()
+def test_pieces_compute_the_same():
+    plain = tiny_model("gemma3_text", **{**FAMILIES["gemma3_text"].changes, **THREE_LAYERS})
+    logits = plain(torch.tensor([PROMPT]), use_cache=False).logits[0, -1:]
+    for pieces in (2, 3):
+        changed = copy.deepcopy(plain)
+        decoder = NeuralEngineDecoder(changed, context=CONTEXT, pieces=pieces)
+        made = steps(NeuralEngineForward(decoder, layout_of(decoder)), [])
+        atol, rtol = logits_bounds(logits)
+        torch.testing.assert_close(made, logits, atol=atol, rtol=rtol)
+    with pytest.raises(OptionError, match="got 4 pieces, expected 1 to 3"):
+        NeuralEngineDecoder(plain, context=CONTEXT, pieces=4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pieces", "expected_pieces"),
+    [
+        ([1, 1, 1, 1, 0], 2, [0, 0, 1, 1]),
+        ([1, 1, 1, 1, 1, 1, 1], 3, [0, 0, 1, 1, 1, 2]),
+        ([1, 1, 1, 30], 3, [0, 1, 2]),
+        ([30, 1, 1, 1, 1], 3, [0, 1, 2, 2]),
+        ([2, 2, 2, 2, 4], 2, [0, 0, 0, 1]),
+    ],
+)
+def test_pieces_have_about_equal_sizes(sizes, pieces, expected_pieces):
+    assert neural_engine.pieces_of_layers(sizes, pieces) == expected_pieces
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_each_piece_is_a_delegate(name):
+    decoder = NeuralEngineDecoder(model(name), context=CONTEXT, pieces=2)
+    program = lower_decoder(decoder, partitions=2)
+    delegates = runtime.load_program(program, engine="reference").delegates("forward")
+    uses = [Use(f"forward_{n}", "main", ComputeUnit.CPU_AND_NE) for n in range(2)]
+    models = [CheckedModel(d.model.program, (use,)) for d, use in zip(delegates, uses, strict=True)]
+    assert not check(models)
+    for delegate in delegates:
+        features = (*delegate.model.inputs, *delegate.model.outputs)
+        assert {feature.type.dtype for feature in features} == {DType.FP16}
+    tokens, logits = expected(name)
+    generator = Generator.load(program, engine="reference")
+    made = [generator.feed(PROMPT), *(generator.feed([token]) for token in tokens[:NEW])]
+    own = logits[len(PROMPT) - 1 : len(PROMPT) + NEW]
+    assert sqnr_db(own.numpy(), torch.stack(made).numpy()) > SQNR_NEURAL_ENGINE
 
 
 # Large and compressed weights
@@ -271,9 +329,10 @@ def test_contradicting_options_are_refused(tmp_path, config, capsys, options, me
     assert not path.exists()
 
 
-def test_palettes_are_for_the_neural_engine(tmp_path, config, capsys):
+@pytest.mark.parametrize("options", [["--quantize", "palettize-4"], ["--pieces", "2"]])
+def test_options_of_the_form_need_it(tmp_path, config, capsys, options):
     command = ["export-llm", "--random", str(config), "-o", str(tmp_path / "model.pte")]
-    assert main([*command, "--quantize", "palettize-4"]) == 1
+    assert main([*command, *options]) == 1
     assert "Export it with --for neural-engine" in capsys.readouterr().err
 
 

@@ -12,6 +12,9 @@ import enum
 
 from coreml_delegate.errors import OptionError
 
+LARGEST_DIMENSION = 16384
+"""Largest dimension of a tensor on the neural engine of A13 to A15, M1 and M2."""
+
 
 class ComputeUnit(enum.Enum):
     """Processors that Core ML may use; the device reads the value."""

@@ -103,9 +103,13 @@ def add_weight_modes(parser: argparse.ArgumentParser) -> None:
 
 
 def weight_modes_of(
-    args: argparse.Namespace,
+    args: argparse.Namespace, *, int4: str | None = None
 ) -> tuple[QuantizationAssignment | None, QuantizationMode | None]:
     """Return the modes of the linear layers, and the mode of the embedding.
+
+    Args:
+        args: The arguments.
+        int4: Mode that ``int4`` stands for; None for groups of ``--group-size``.
 
     Raises:
         OptionError: A mode is unknown, or does not fit the other options.
@@ -113,7 +117,7 @@ def weight_modes_of(
     uses_groups = "int4" in (args.quantize, args.embedding_quantize)
     if args.group_size is not None and not uses_groups:
         raise OptionError("--group-size belongs to int4", got=f"--quantize {args.quantize}")
-    short = {"int4": f"int4-group{args.group_size or _GROUP}", "int8": "int8-channel"}
+    short = {"int4": int4 or f"int4-group{args.group_size or _GROUP}", "int8": "int8-channel"}
     chosen: tuple[str, str] = (args.quantize, args.embedding_quantize)
     names = [short.get(name, name) for name in chosen]
     linear, embedding = (None if name == _NONE else mode_of(name) for name in names)

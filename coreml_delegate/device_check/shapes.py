@@ -18,9 +18,7 @@ from coreml_delegate.device_check.records import (
 )
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, TensorType
-
-LARGEST_DIMENSION = 16384
-"""Largest dimension of a tensor on the neural engine of A13 to A15, M1 and M2."""
+from coreml_delegate.targets import LARGEST_DIMENSION
 
 LARGEST_RANK = 5
 """Largest rank of a tensor on the neural engine."""

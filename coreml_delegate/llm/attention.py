@@ -144,7 +144,7 @@ def attend(
     Raises:
         LoweringError: The model passes an argument that is not implemented.
     """
-    _check_arguments(module, options)
+    check_arguments(module, options)
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     call = current_call()
@@ -174,7 +174,16 @@ def attend(
     return attended.reshape(batch, heads, length, -1).transpose(1, 2), None
 
 
-def _check_arguments(module: nn.Module, options: dict[str, Any]) -> None:
+def check_arguments(module: nn.Module, options: dict[str, Any]) -> None:
+    """Refuse arguments of an attention function that might affect the result.
+
+    Args:
+        module: The module that calls the function.
+        options: The arguments.
+
+    Raises:
+        LoweringError: An argument is not implemented.
+    """
     for name, value in options.items():
         if value is not None and name not in _INERT:
             raise LoweringError(

@@ -113,7 +113,7 @@ def read_layers(cache: DynamicCache) -> tuple[LayerCache, ...]:
     return tuple(layers)
 
 
-class _UnlimitedLayer(CacheLayerMixin):
+class UnlimitedLayer(CacheLayerMixin):
     """A layer for one call."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ class _UnlimitedLayer(CacheLayerMixin):
         return -1
 
 
-class _Layer(_UnlimitedLayer):
+class _Layer(UnlimitedLayer):
     """The cache of one layer during one call.
 
     Args:
@@ -257,7 +257,7 @@ def input_caches(
             positions[rows, ring] = (
                 torch.arange(rows + length - 1)
                 if ordered
-                else torch.cat((_past_positions(rows, position, ring=ring), own))
+                else torch.cat((past_positions(rows, position, ring=ring), own))
             )
         return positions[rows, ring]
 
@@ -352,7 +352,14 @@ def buffer_caches(
     return Cache(layers=caches)
 
 
-def _past_positions(rows: int, position: torch.Tensor, *, ring: bool) -> torch.Tensor:
+def past_positions(rows: int, position: torch.Tensor, *, ring: bool) -> torch.Tensor:
+    """Return the position of each row's token before a call, [S], int64.
+
+    Args:
+        rows: Number S of rows.
+        position: Number of tokens before the call, [1], int64.
+        ring: Whether position p is in row p mod S.
+    """
     if ring:
         return _ring_positions(rows, position - 1)
     indices = torch.arange(rows)
@@ -361,11 +368,12 @@ def _past_positions(rows: int, position: torch.Tensor, *, ring: bool) -> torch.T
 
 def _ring_positions(rows: int, newest: torch.Tensor) -> torch.Tensor:
     """Return the position of each row's token, given the position of the newest token."""
-    latest = newest - (newest - torch.arange(rows)) % rows
+    # No negative dividend, whose remainder is negative by ExecuTorch's kernel (1.5.1).
+    latest = newest - (newest + torch.arange(rows, 0, -1)) % rows
     return torch.where(latest >= 0, latest, _NO_POSITION)
 
 
-class _CrossLayer(_UnlimitedLayer):
+class _CrossLayer(UnlimitedLayer):
     """Keys and values of one layer, of a source or of the only token of a text."""
 
     is_sliding = False

@@ -140,7 +140,7 @@ def random_decoder(config: Any, seed: int, *, text_only: bool = False, **options
         config: Configuration of ``transformers``.
         seed: Seed of the weights.
         text_only: See ``load_decoder``.
-        options: Further arguments of ``Decoder``.
+        options: Class of the decoder, ``kind``, and further arguments of ``Decoder``.
 
     Raises:
         OptionError: The configuration contradicts itself.
@@ -157,7 +157,7 @@ def load_decoder(folder: Path, config: Any, *, text_only: bool = False, **option
         config: Configuration of ``transformers``.
         text_only: Leave out the parts of the model that read images. Parts for images that are
             not supported are left out in any case.
-        options: Further arguments of ``Decoder``.
+        options: Class of the decoder, ``kind``, and further arguments of ``Decoder``.
 
     Raises:
         OptionError: A file is missing or malformed, or the weights do not fit the configuration.
@@ -221,12 +221,20 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def _decoder(model: Any, *, text_only: bool, **options: Any) -> Decoder:
+def _decoder(
+    model: Any, *, text_only: bool, kind: type[Decoder] = Decoder, **options: Any
+) -> Decoder:
     if text_only or unsupported_images(model.config):
         leave_out_images(model)
     elif reads_images(model.config):
+        if kind is not Decoder:
+            raise OptionError(
+                "a model that reads images has no form for the neural engine",
+                got=f"model_type {model.config.model_type!r}",
+                remedy="Leave images out with --text-only",
+            )
         return VisionDecoder(model, **options)
-    return Decoder(model, **options)
+    return kind(model, **options)
 
 
 def most_context(config: Any) -> int:

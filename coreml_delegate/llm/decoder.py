@@ -46,6 +46,8 @@ class Decoder(nn.Module):
 
     Attributes:
         ordered: Whether cached keys have to be in the order of their positions.
+        probe_tokens: A short text, [1, T].
+        probe_logits: Its logits [1, T, V] by the unchanged model.
 
     Raises:
         LoweringError: The model has an unsupported part, which the error names.
@@ -60,7 +62,9 @@ class Decoder(nn.Module):
         self.model = model
         if (reason := _REFUSED.get(model.config.model_type)) is not None:
             raise LoweringError(f"{type(model).__name__} is not supported", got=reason)
-        self.layers, expected = _probe(model, min(_PROBE_TOKENS, context))
+        self.probe_tokens = torch.arange(min(_PROBE_TOKENS, context))[None]
+        self.layers, expected = _probe(model, self.probe_tokens)
+        self.probe_logits = expected
         _use_linear_layers(model)
         stack_experts(model)
         use_own_recurrences(model, self.layers)
@@ -68,7 +72,7 @@ class Decoder(nn.Module):
         use_our_attention(model)
         self._accepted = inspect.signature(model.forward).parameters
         with wrap_errors(_refusal(model), kind=LoweringError):
-            text = _probe_tokens(expected.shape[1])
+            text = self.probe_tokens
             self.ordered = self._check_whole(expected, text)
             self._refuse_windows()
             self._check_steps(expected, text)
@@ -240,10 +244,15 @@ def require_equal(model: Any, logits: torch.Tensor, expected: torch.Tensor) -> N
         )
 
 
-def use_our_attention(model: nn.Module) -> None:
-    """Set the attention and mask functions of this package for a model and its parts."""
+def use_our_attention(model: nn.Module, name: str = NAME) -> None:
+    """Set the attention and mask functions of this package for a model and its parts.
+
+    Args:
+        model: Changed.
+        name: Of the functions in the interfaces of ``transformers``.
+    """
     for config in {id(config): config for config in _configurations(model)}.values():
-        set_attention(config, NAME)
+        set_attention(config, name)
 
 
 def _refusal(model: nn.Module) -> str:
@@ -255,16 +264,12 @@ def _model_inputs(inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
 
 
-def _probe_tokens(length: int) -> torch.Tensor:
-    return torch.arange(length)[None]
-
-
 @torch.no_grad()
-def _probe(model: Any, length: int) -> tuple[tuple[LayerCache, ...], torch.Tensor]:
+def _probe(model: Any, tokens: torch.Tensor) -> tuple[tuple[LayerCache, ...], torch.Tensor]:
     """Return the shapes of the layers' caches, and the logits [1, T, V] of a text of T tokens."""
     with wrap_errors(_refusal(model), kind=LoweringError), without_kernel_advice():
         cache = transformers().DynamicCache(config=model.config)
-        outputs = model(input_ids=_probe_tokens(length), cache=cache, use_cache=True)
+        outputs = model(input_ids=tokens, cache=cache, use_cache=True)
         if getattr(outputs, "cache", None) is not cache:
             raise LoweringError(_refusal(model))
         return read_layers(cache), outputs.logits

@@ -223,7 +223,7 @@ class StandardForward(CacheBuffers):
         super().__init__(decoder.layers, layout.context, ahead, suffix=suffix, dtype=dtype)
         self.chunk, self.context = layout.chunk, layout.context
         self._replaced = decoder.replaced
-        self.core_ml = Append(decoder) if has_states else Prefill(decoder)
+        self.core_ml = self._core_ml_module(decoder, has_states=has_states)
         windows = (layer.window for layer in decoder.layers if layer.window)
         window = min(windows, default=layout.context)
         if not has_states and layout.chunk > window:
@@ -251,7 +251,28 @@ class StandardForward(CacheBuffers):
         caches = self.caches
         if isinstance(self.core_ml, Append):
             return self.core_ml(chunk, position, last, caches)
-        logits, *new = self.core_ml(chunk, position, last, caches)
+        logits, *new = self._compute(chunk, position, last, caches)
+        self._write(new, position, count)
+        return logits
+
+    @staticmethod
+    def _core_ml_module(decoder: Decoder, *, has_states: bool) -> nn.Module:
+        """Return the module that Core ML computes as a whole."""
+        return Append(decoder) if has_states else Prefill(decoder)
+
+    def _compute(
+        self,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        last: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """Return logits and new cache tensors; see ``Prefill``."""
+        return self.core_ml(tokens, position, last, caches)
+
+    def _write(self, new: Sequence[torch.Tensor], position: torch.Tensor, count: int) -> None:
+        """Write the rows of ``count`` tokens, and the states, to the caches."""
+        caches = self.caches
         real = torch.arange(count)
         own = position + real
         rows = {cache.shape[2] for cache in caches}
@@ -265,7 +286,6 @@ class StandardForward(CacheBuffers):
                 indices = [None, None, at[cache.shape[2]]]
                 real_values = values.index_select(2, real)
                 torch.ops.aten.index_put_.default(cache, indices, real_values)
-        return logits
 
 
 class StandardEmbedding(nn.Module):
@@ -307,6 +327,19 @@ class Positions(nn.Module):
 CORE_ML = "core_ml"
 """Name of the submodule of a standard method that Core ML computes as a whole."""
 
+BOUNDARY = "boundary"
+"""Name of a submodule of that one whose calls stay on ExecuTorch's kernels, between delegates."""
+
+
+def is_core_ml(path: str) -> bool:
+    """Whether Core ML computes the calls of a module of a standard method.
+
+    Args:
+        path: Of the module, as ``core_ml.decoder``.
+    """
+    names = path.split(".")
+    return CORE_ML in names and BOUNDARY not in names
+
 
 def keep_sizes_static(
     program: ExportedProgram, reason: str = "the number of tokens varies"
@@ -320,7 +353,7 @@ def keep_sizes_static(
     for node in program.graph.nodes:
         if node.op == "call_function":
             paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-            if not any(CORE_ML in path.split(".") for path in paths):
+            if not is_core_ml(".".join(paths)):
                 do_not_delegate(node, reason)
 
 

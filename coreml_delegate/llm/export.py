@@ -34,6 +34,7 @@ from coreml_delegate.llm.encoder_decoder import EncoderDecoder
 from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import TOKEN_EMBEDDING, CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
+from coreml_delegate.llm.neural_engine import NeuralEngineDecoder, NeuralEngineForward
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.partition.export import lower_methods
@@ -194,7 +195,12 @@ def _method_modules(
     # Methods share no state, so their buffers need different names.
     suffix = "" if adapter is None else f"_{adapter}"
     if layout.standard:
-        forward = StandardForward(decoder, layout, suffix=suffix, cache_dtype=cache_dtype)
+        options: dict[str, Any] = {"suffix": suffix, "cache_dtype": cache_dtype}
+        forward = (
+            NeuralEngineForward(decoder, layout, **options)
+            if isinstance(decoder, NeuralEngineDecoder)
+            else StandardForward(decoder, layout, **options)
+        )
         return [(forward, (chunk, position))]
     if layout.cache is CacheKind.STATE:
         forward = Forward(

@@ -37,6 +37,9 @@ class RotaryTables(nn.Module):
     Args:
         tables: Cosines and sines, each [positions, R], by layer type; None for all layers.
         config: Configuration of the embedding, which the model's code reads.
+
+    Attributes:
+        kinds: The layer types.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class RotaryTables(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.kinds = tuple(tables)
         for kind, (cos, sin) in tables.items():
             self.register_buffer(_name("cos", kind), cos, persistent=False)
             self.register_buffer(_name("sin", kind), sin, persistent=False)

@@ -24,11 +24,12 @@ _VIEWS = (_ATEN.detach.default, _ATEN.alias.default)
 _MOVES = (
     _ATEN.cat.default,
     _ATEN.permute.default,
+    _ATEN.slice.Tensor,
     _ATEN.stack.default,
     _ATEN.transpose.int,
     _ATEN.view.default,
 )
-"""Operators that only move elements; they run when their result is read.
+"""Operators that only select or move elements; they run when their result is read.
 
 ``transformers`` stacks the matrices of experts while it loads them.
 """

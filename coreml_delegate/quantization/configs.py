@@ -6,13 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.weight_compression import MAGNITUDE, OPTION, PALETTE
+from coreml_delegate.options.weight_compression import (
+    LINEAR,
+    MAGNITUDE,
+    OPTION,
+    PALETTE,
+    Stage,
+)
 from coreml_delegate.patches.third_party import coremltools, quiet_import
 from coreml_delegate.quantization.assignment import QuantizationAssignment, path_pattern
 from coreml_delegate.quantization.modes import Method, QuantizationMode
 
 FULL = -1
 """The full dimension in a block size of torchao."""
+
+PALETTE_OUTPUTS = 16
+"""Usual number of output channels that share a table of values."""
+
+_PALETTE_BITS = (1, 2, 3, 4, 6, 8)
 
 
 def linear_quantizer_config(
@@ -82,6 +93,37 @@ def compile_keywords(mode: QuantizationMode) -> dict[str, Any]:
     else:
         stage = {"config_type": MAGNITUDE, "global_config": {"target_sparsity": mode.sparsity}}
     return {OPTION: stage}
+
+
+def neural_engine_stage(mode: QuantizationMode) -> Stage:
+    """Return the compression after conversion that stores weights in the form of a mode.
+
+    The neural engine takes a scale for each output channel, and tables of values for some of them.
+
+    Raises:
+        OptionError: The mode has other scales or tables.
+    """
+    if mode.codebook and mode.rows_per_table is not None and mode.bits in _PALETTE_BITS:
+        table = {
+            "mode": "kmeans",
+            "granularity": "per_grouped_channel",
+            "group_size": mode.rows_per_table,
+            "nbits": mode.bits,
+        }
+        return {"config_type": PALETTE, "global_config": table}
+    if mode.codebook or mode.group_size is not None:
+        raise OptionError(
+            "the neural engine does not compute with weights of this mode",
+            got=mode.name,
+            expected="int8-channel, int4-channel, or codebook-N-groupM with N of "
+            + ", ".join(map(str, _PALETTE_BITS)),
+        )
+    scales = {
+        "mode": "linear_symmetric",
+        "granularity": "per_channel",
+        "dtype": f"int{mode.bits}",
+    }
+    return {"config_type": LINEAR, "global_config": scales}
 
 
 def _module_config(mode: QuantizationMode | None) -> Any:

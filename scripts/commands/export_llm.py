@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
+from coreml_delegate.options.weight_compression import OPTION, Stage, demand
+from coreml_delegate.quantization import QuantizationAssignment, QuantizationMode
+from coreml_delegate.quantization.configs import neural_engine_stage
 from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command, add_number, add_path
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import ComputeUnit, Opset
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -36,6 +39,11 @@ _BYTES = {
 }  # of an element that is not quantized
 CACHES = ("io", "state", "buffer")
 LAYOUTS = ("standard", "methods")
+NEURAL_ENGINE = "neural-engine"
+_FORM = (
+    "the layout standard, caches as buffers, logits, scales per output or palettes, iOS16 or later"
+)
+_WITHOUT_NEURAL_ENGINE = (ComputeUnit.CPU_ONLY, ComputeUnit.CPU_AND_GPU)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +91,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "its images are not supported",
     )
     parser.add_argument(
+        "--for",
+        dest="form",
+        choices=(NEURAL_ENGINE,),
+        help="write the layers in the form that suits the neural engine: convolutions, one head at "
+        "a time, the head in parts; with the layout standard and caches as buffers",
+    )
+    add_number(
+        parser,
+        "--pieces",
+        "N",
+        "delegates, with about as many weights each, in which --for cuts the layers (default: 1)",
+    )
+    parser.add_argument(
         "--layout",
         choices=LAYOUTS,
         help="methods of the file: those that ExecuTorch's runners call (standard, the "
@@ -123,19 +144,24 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if (args.checkpoint is None) == (args.random is None):
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
-    linear, embedding = quantization_options.weight_modes_of(args)
+    _check_form(args)
+    linear, embedding = _weight_modes(args)
     tokenizer = arguments.tokenizer_copy(args)
     check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.adapters import read_adapters
         from coreml_delegate.llm.export import lower, quantize_weights
+        from coreml_delegate.llm.neural_engine import NeuralEngineDecoder
     files = read_adapters(args.adapter)
     with console.step("Loading the model"):
         decoder, layout = _model(args, files)
         adapters = _fit(decoder, files)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     with console.step("Quantizing the weights"):
-        quantize_weights(decoder, linear=linear, embedding=embedding)
+        if not isinstance(decoder, NeuralEngineDecoder):
+            quantize_weights(decoder, linear=linear, embedding=embedding)
+        elif linear is not None:
+            decoder.check_mode(linear.mode)
     partitioner = _partitioner(args, layout)
     with console.step("Exporting with torch.export"):
         methods = _export(args, decoder, layout, adapters)
@@ -153,6 +179,57 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_form(args: argparse.Namespace) -> None:
+    """Refuse options that contradict ``--for``, or need it.
+
+    Raises:
+        OptionError: There is such an option.
+    """
+    if args.form is None:
+        if args.pieces is not None:
+            raise OptionError(
+                "only the form for the neural engine has pieces",
+                got=f"--pieces {args.pieces}",
+                remedy=f"Export it with --for {NEURAL_ENGINE}",
+            )
+        return
+    target, unit = args.deployment_target or Opset.iOS16, args.compute_unit
+    contradictions = {
+        "--layout methods": args.layout == "methods",
+        f"--cache {args.cache}": args.cache not in (None, "buffer"),
+        f"--sample-in-model {args.sample_in_model}": args.sample_in_model is not None,
+        "--adapter": bool(args.adapter),
+        f"--embedding-quantize {args.embedding_quantize}": args.embedding_quantize != "none",
+        f"--group-size {args.group_size}": args.group_size is not None,
+        "--quantize-config": args.quantize_config is not None,
+        f"--deployment-target {target.name}": target < Opset.iOS16,
+        f"--compute-unit {getattr(unit, 'value', unit)}": unit in _WITHOUT_NEURAL_ENGINE,
+    }
+    for option, applies in contradictions.items():
+        if applies:
+            raise OptionError(
+                f"--for {NEURAL_ENGINE} contradicts another option",
+                got=option,
+                expected=_FORM,
+                remedy=f"Leave out {option.split()[0]}, or --for",
+            )
+
+
+def _weight_modes(
+    args: argparse.Namespace,
+) -> tuple[QuantizationAssignment | None, QuantizationMode | None]:
+    """Return the modes of the linear layers, and the mode of the embedding."""
+    if args.form is None:
+        return quantization_options.weight_modes_of(args)
+    return quantization_options.weight_modes_of(args, int4="int4-channel")  # no blocks
+
+
+def _compression(args: argparse.Namespace) -> Stage | None:
+    """Return the compression of weights in the form for the neural engine; None without one."""
+    linear, _ = _weight_modes(args)
+    return None if args.form is None or linear is None else neural_engine_stage(linear.mode)
+
+
 def _model(
     args: argparse.Namespace, adapters: Sequence[AdapterFile]
 ) -> tuple[Decoder | EncoderDecoder, Layout]:
@@ -167,6 +244,7 @@ def _model(
         unsupported_images,
     )
     from coreml_delegate.llm.layout import CacheKind, Layout
+    from coreml_delegate.llm.neural_engine import NeuralEngineDecoder
     from coreml_delegate.llm.vision import image_input, read_preparation
 
     folder: Path | None = args.checkpoint
@@ -182,6 +260,12 @@ def _model(
         selection.check(config.get_text_config(decoder=True).vocab_size)
     names = tuple(adapter.name for adapter in adapters)
     if config.is_encoder_decoder:
+        if args.form is not None:
+            raise OptionError(
+                "a model with an encoder has no form for the neural engine",
+                got=f"--for {args.form}",
+                remedy="Export it without --for",
+            )
         return _encoder_decoder(args, config, selection, names)
     if args.source_length is not None:
         raise OptionError("the model has no encoder", got=f"--source-length {args.source_length}")
@@ -195,6 +279,8 @@ def _model(
         )
     preparation = None if args.text_only else read_preparation(config, folder)
     options: dict[str, Any] = {"context": context, "text_only": args.text_only}
+    if args.form is not None:
+        options |= {"kind": NeuralEngineDecoder, "pieces": args.pieces or 1}
     decoder = (
         random_decoder(config, args.seed, **options)
         if folder is None
@@ -233,12 +319,18 @@ def _form(args: argparse.Namespace, *, needs_methods: bool) -> tuple[bool, str]:
     layout = args.layout or ("methods" if needs_methods else "standard")
     if layout == "methods":
         return False, args.cache or "io"
-    has_states = _target(args) >= Opset.iOS18
+    has_states = _target(args) >= Opset.iOS18 and args.form is None
     return True, args.cache or ("state" if has_states else "buffer")
 
 
 def _target(args: argparse.Namespace) -> Opset:
-    return args.deployment_target or Opset.iOS18  # methods share weights from here on
+    if args.deployment_target is not None:
+        return args.deployment_target
+    if args.form is not None:
+        stage = _compression(args)
+        required = demand(None, None if stage is None else (stage,))
+        return Opset.iOS16 if required is None else required[0]
+    return Opset.iOS18  # methods share weights from here on
 
 
 def _encoder_decoder(
@@ -327,6 +419,10 @@ def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
     target = _target(args)
     keywords = arguments.keywords_of(args, CompileOptions)
     keywords["minimum_deployment_target"] = target
+    if args.form is not None:
+        keywords[OPTION] = _compression(args)
+        if args.compute_unit is None:
+            keywords["compute_unit"] = ComputeUnit.CPU_AND_NE
     specs = CoreMLBackend.generate_compile_specs(**keywords)
     if layout.source is not None and not layout.standard and target >= Opset.iOS18:
         # An encoder of audio may share no weight with the decoder, and is kept with it.
@@ -390,12 +486,12 @@ def _report(
 
 def _left_on_cpu(method: str, report: DelegationReport, layout: Layout) -> bool:
     """Whether calls of the model stay on the CPU, besides those of the standard layout."""
-    from coreml_delegate.llm.decoder_methods import CORE_ML
+    from coreml_delegate.llm.decoder_methods import is_core_ml
     from coreml_delegate.llm.layout import ENCODER, VISION_ENCODER
 
     if not layout.standard or method in (ENCODER, VISION_ENCODER):
         return bool(report.undelegated)
-    return any(node.module.split(".")[0] == CORE_ML for node in report.undelegated)
+    return any(is_core_ml(node.module) for node in report.undelegated)
 
 
 def _print(document: dict[str, Any], decoder: Decoder | EncoderDecoder, layout: Layout) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support import encoder_decoder_families as encoder_decoders
 from tests.support.generated_sections import with_section
-from tests.support.llm_families import FAMILIES, REFUSED
+from tests.support.llm_families import FAMILIES, NEURAL_ENGINE, REFUSED
 
 PAGE = Path(__file__).parents[2] / "docs" / "llm.md"
 
@@ -43,9 +43,15 @@ def encoder_decoder_rows() -> Iterator[str]:
         yield f"| `{name}` | {reason} |"
 
 
+def neural_engine_rows() -> Iterator[str]:
+    """Yield the line of families with a form for the neural engine."""
+    yield ", ".join(f"`{name}`" for name in sorted(NEURAL_ENGINE))
+
+
 def page(text: str) -> str:
     """Return the document with the tables of today."""
     text = with_section(text, "families", rows())
+    text = with_section(text, "neural engine", neural_engine_rows())
     return with_section(text, "encoder-decoders", encoder_decoder_rows())
 
 

@@ -390,3 +390,13 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
     ),
 }
 """By ``model_type``: changes of a configuration, what the error says, and why in short."""
+
+NEURAL_ENGINE = frozenset(
+    (
+        *("arcee", "exaone4", "gemma", "gemma2", "gemma3_text", "gpt_neox", "granite"),
+        *("granite_swa", "hunyuan_v1_dense", "hyperclovax", "jais2", "lfm2", "llama"),
+        *("ministral", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3"),
+        *("qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
+    )
+)
+"""The families with a form for the neural engine."""

@@ -19,6 +19,7 @@ from coreml_delegate.mil.compose import mb, number
 SMALLEST_EPSILON = float(np.finfo(np.float16).smallest_subnormal)
 """fp16 rounds smaller numbers to 0, or to this number."""
 
+_IMAGE_RANK = 4
 _ROUNDING = 2.0**-12  # relative error of rounding to fp16
 
 
@@ -61,26 +62,34 @@ class Norm:
         x = self.x
         rank, width, k = x.rank, self.shape[-1], self.operand_scale
         order = [*(axis for axis in range(rank) if axis not in self.axes), *self.axes]
-        is_last = order == list(range(rank))
+        has_channels = rank == _IMAGE_RANK and self.axes == (1,)
+        is_moved = order != list(range(rank)) and not has_channels
+        # coremltools too makes a layer_norm over the channels of [N, C, H, W] without moving them
+        # (fuse_layernorm_or_instancenorm, pattern 5).
+        axes = [self.axes[0] - rank] if has_channels else list(range(-len(self.axes), 0))
         steps: list[tuple[Any, dict[str, Any]]] = []
-        if not is_last:  # as in the layer norms of channels that coremltools makes
+        if is_moved:
             steps += [(mb.transpose, {"perm": order})]
         if self.is_centred:
             steps += [(mb.mul, {"y": number(k, x)})] if k != 1 else []
         else:
-            steps += [(lambda x, **keywords: mb.concat(values=[x, x], **keywords), {"axis": -1})]
-            steps += [(mb.mul, {"y": number(np.repeat([k, -k], width), x)})]
+            signs = np.repeat([k, -k], width).reshape((-1,) + (1,) * (-1 - axes[-1]))
+            join = {"axis": axes[-1]}
+            steps += [(lambda x, **keywords: mb.concat(values=[x, x], **keywords), join)]
+            steps += [(mb.mul, {"y": number(signs, x)})]
             parameters = {n: np.concatenate([p, p], axis=-1) for n, p in parameters.items()}
         norm = {
-            "axes": list(range(-len(self.axes), 0)),
+            "axes": axes,
             "epsilon": number(self.epsilon * k * k, x),
             **{name: number(value, x) for name, value in parameters.items()},
         }
         steps += [(mb.layer_norm, norm)]
         if not self.is_centred:
-            ends = {"end": [0] * (rank - 1) + [width], "end_mask": [True] * (rank - 1) + [False]}
+            half = [axis - rank == axes[-1] for axis in range(rank)]
+            ends = {"end": [width * is_half for is_half in half]}
+            ends["end_mask"] = [not is_half for is_half in half]
             steps += [(mb.slice_by_index, {"begin": [0] * rank, **ends})]
-        if not is_last:
+        if is_moved:
             steps += [(mb.transpose, {"perm": [order.index(axis) for axis in range(rank)]})]
         inner = {n: v for n, v in keywords.items() if n != "name"}
         for op, arguments in steps[:-1]:

@@ -75,7 +75,7 @@ _ACTIVATIONS: Mapping[str, type[nn.Module]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What follows the hidden states of a model.
+    """The steps from the hidden states of a model to a vector.
 
     Attributes:
         pooling: The pooling; None if the checkpoint does not say it.
@@ -134,7 +134,7 @@ class TextEncoder(nn.Module):
 
     @property
     def takes_pairs(self) -> bool:
-        """Whether an input tells the tokens of a second text from those of the first."""
+        """Whether an input marks the tokens of the second text of a pair."""
         kinds = getattr(self.model.config, "type_vocab_size", None) or 0
         return self._head is None and kinds > 1
 
@@ -144,7 +144,7 @@ class TextEncoder(nn.Module):
         return self._outputs
 
     def describe_head(self) -> str:
-        """Return what follows the hidden states, for a summary."""
+        """Return the steps after the hidden states, for a summary."""
         head = self._head
         if head is None or head.pooling is None:
             return "logits of labels"
@@ -273,7 +273,7 @@ def _unused(*, scores: bool) -> Callable[[str], bool]:
 
 
 def _read_head(folder: Path | None, pooling: Pooling | None, normalizes: bool | None) -> Head:
-    """Read ``modules.json`` of sentence-transformers, if there is one; options come first."""
+    """Return the head of the options, completed by ``modules.json`` of sentence-transformers."""
     listed = None if folder is None else folder / _MODULES
     if folder is None or listed is None or not listed.is_file():
         return Head(pooling, normalizes=normalizes is not False)
@@ -436,9 +436,10 @@ class Embedder:
                 got=str(unknown[0]),
                 expected=f"0 to {self._vocabulary - 1}",
             )
-        rest = length - len(tokens)
+        padding = length - len(tokens)
         method = _methods(self.lengths)[length]
-        rows = (tokens + [self._padding] * rest, [1] * len(tokens) + [0] * rest, kinds + [0] * rest)
+        zeros = [0] * padding
+        rows = (tokens + [self._padding] * padding, [1] * len(tokens) + zeros, kinds + zeros)
         count = len(self._program.program.method(method).inputs)
         inputs = [torch.tensor([row]) for row in rows[:count]]
         return torch.as_tensor(self._program.run(method, inputs)[0])[0]

@@ -65,7 +65,7 @@ def quantize_weights(
     Args:
         decoder: The model, which is changed.
         linear: Modes of the linear layers by module path in the checkpoint; None leaves them in
-            float. A scale for a whole row of experts is a scale for the row of each expert.
+            float.
         embedding: Mode of the embedding; None leaves it in float.
 
     Raises:
@@ -86,18 +86,25 @@ def quantize_weights(
         layers.append(("the embedding", decoder.embedding, embedding))
     _check_division(layers)
     for name, mode in modes.items():
-        module = linears[name]
-        if isinstance(module, LastLayers) and mode.group_size is None and not mode.codebook:
-            mode = replace(mode, group_size=module.inputs)
-        _replace_weight([module], _quantize(module.weight, mode))
+        _replace_weight([linears[name]], quantized_weight(linears[name], mode))
     if embedding is not None:
         _replace_weight(vocabulary, _quantize(table, embedding))
+
+
+def quantized_weight(layer: Any, mode: QuantizationMode) -> Any:
+    """Return the weight of a linear layer as a quantized tensor of torchao.
+
+    A scale for a whole row of experts is a scale for the row of each expert.
+    """
+    if isinstance(layer, LastLayers) and mode.group_size is None and not mode.codebook:
+        mode = replace(mode, group_size=layer.inputs)
+    return _quantize(layer.weight, mode)
 
 
 def _modes_by_layer(
     layers: Mapping[str, nn.Module], assignment: QuantizationAssignment
 ) -> dict[str, QuantizationMode]:
-    """Return the modes of the layers that are quantized, by path."""
+    """Return the modes of quantized layers by path."""
     for path in assignment.modules:
         if not any(applies(path, name) for name in layers):
             raise OptionError(

@@ -141,7 +141,7 @@ class Sampler:
         self._generated: set[int] = set()
 
     def check(self, selection: Selection | None) -> None:
-        """Refuse a model that does not return what the settings need; see ``Sampling.check``."""
+        """Refuse a model whose results are too few for the settings; see ``Sampling.check``."""
         self.sampling.check(selection)
         if self._most_probable is not None and selection is not None:
             raise OptionError(

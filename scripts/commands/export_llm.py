@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
     with console.step("Loading the model"):
         decoder, layout = _model(args, files)
         adapters = _fit(decoder, files)
-    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    parameters = decoder.parameter_count  # before they are quantized
     with console.step("Quantizing the weights"):
         if args.form is None:
             quantize_weights(

@@ -78,6 +78,11 @@ class Decoder(nn.Module):
             self._check_steps(expected, text)
 
     @property
+    def parameter_count(self) -> int:
+        """Number of parameters of the model; a tied weight counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
     def vocabulary(self) -> int:
         """Number of tokens in the vocabulary."""
         return self.model.config.get_text_config(decoder=True).vocab_size

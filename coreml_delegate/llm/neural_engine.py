@@ -75,6 +75,7 @@ class NeuralEngineDecoder(Decoder):
     def __init__(self, model: Any, *, context: int, pieces: int = 1) -> None:
         super().__init__(model, context=context)
         self._refuse()
+        self._parameter_count = super().parameter_count
         self.layers = tuple(map(_with_channels_last, self.layers))
         self.rotaries = nn.ModuleList()
         for parent in list(model.modules()):
@@ -89,8 +90,16 @@ class NeuralEngineDecoder(Decoder):
         self._cut(pieces)
         refusal = f"{type(model).__name__} has no form for the neural engine"
         with wrap_errors(refusal, lambda _: REMEDY, kind=LoweringError), torch.no_grad():
-            self.masks = self._record_masks()
+            try:
+                self.masks = self._record_masks()
+            except LoweringError as error:
+                raise error.prefixed(f"{type(model).__name__}: ") from error
             self._check_form()
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters of the model; the parts of a tied head do not count."""
+        return self._parameter_count
 
     def end_matrices(self, last: torch.Tensor, length: int) -> dict[int, torch.Tensor]:
         """Return ``end_matrix`` by the number of inputs in the states of convolutions.

@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     with console.step("Loading the model"):
         decoder, layout = _model(args, files)
         adapters = _fit(decoder, files)
-    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    parameters = decoder.parameter_count  # before they are quantized
     with console.step("Quantizing the weights"):
         if not isinstance(decoder, NeuralEngineDecoder):
             quantize_weights(decoder, linear=linear, embedding=embedding)

@@ -126,8 +126,9 @@ def test_logits_are_those_of_transformers(name):
 @pytest.mark.share(8)
 @pytest.mark.parametrize("name", sorted(FAMILIES.keys() - NEURAL_ENGINE))
 def test_other_families_are_refused(name):
-    with pytest.raises(LoweringError, match="Export it without --for"):
-        NeuralEngineDecoder(model(name), context=CONTEXT)
+    plain = model(name)
+    with pytest.raises(LoweringError, match=f"{type(plain).__name__}.*Export it without --for"):
+        NeuralEngineDecoder(plain, context=CONTEXT)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -236,11 +237,13 @@ def test_a_large_vocabulary_is_in_parts():
     changes = {**FAMILIES["gemma2"].changes, "num_hidden_layers": 1}
     plain = tiny_model("gemma2", vocab_size=LARGEST_DIMENSION + 40, **changes)
     logits = plain(torch.tensor([PROMPT]), use_cache=False).logits[0, -1:]
+    model_parameters = list(plain.parameters())
     decoder = NeuralEngineDecoder(plain, context=CONTEXT)
     made = steps(NeuralEngineForward(decoder, layout_of(decoder)), [])
     atol, rtol = logits_bounds(logits)
     torch.testing.assert_close(made, logits, atol=atol, rtol=rtol)
     assert [part.weight.shape[0] for part in decoder.head.parts] == [LARGEST_DIMENSION, 48]
+    assert decoder.parameter_count == sum(p.numel() for p in model_parameters)
 
 
 @pytest.mark.slow

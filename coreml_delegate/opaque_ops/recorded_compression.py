@@ -63,9 +63,12 @@ _Array = NDArray[Any]
 _PREFIX = "_COREML_/"
 _CONSTANT = "coreml_delegate_record/"
 _MAX_BITS = 8
-_ROUNDING, _ZERO = 2.0**-7, 2.0**-20
-"""Largest difference of a weight from its record, relative to the weight and to the largest weight:
-bfloat16 rounds by half of the first, so that an integer of 8 bits may be read one off."""
+_ROUNDINGS = 4
+"""Steps of the model's float type that a weight may differ from its record: weight, scale and their
+ratio are rounded, and in bfloat16 an integer of 8 bits may be read one off."""
+
+_ZERO = 1e-3
+"""Weights below this part of the largest may differ as much as it."""
 
 _CHUNK = 2**12
 """Number of vectors that are compared with a lookup table at once."""
@@ -184,7 +187,7 @@ def protect_recorded_weights(
     constants = frozenset(nodes.values()) if constants_inside else frozenset[Node]()
     for name, node in nodes.items():
         users = [user for user in node.users if user.op == "call_function" and not veto(user)]
-        buffers = _buffers_of(name, records, state) if users else None
+        buffers = _buffers_of(name, records, state) if users and name in state else None
         if buffers is None:
             continue
         calls: dict[Node, Node] = {}
@@ -288,9 +291,16 @@ def _check_values(weight: torch.Tensor, record: Sequence[Any]) -> None:
         raise ValueError("all of its values are 0")
     differences = np.abs(_StoredWeight.of(floats, *others).values() - floats)
     largest = np.abs(floats).max()
-    if not (differences <= _ROUNDING * np.abs(floats) + _ZERO * largest).all():
+    if (differences > _rounding_step(weight) * (np.abs(floats) + _ZERO * largest)).any():
         worst = float(differences.max() / largest)
-        raise ValueError(f"its values have changed since, by up to {worst:.2g} of the largest")
+        raise ValueError(f"its values have changed since, by up to {worst:.1g} of the largest")
+
+
+def _rounding_step(weight: torch.Tensor) -> float:
+    """Return the relative step of the narrowest type that has all values of an fp32 weight."""
+    dtypes = (torch.bfloat16, torch.float16)
+    fits = (dtype for dtype in dtypes if torch.equal(weight.to(dtype).to(weight.dtype), weight))
+    return _ROUNDINGS * torch.finfo(next(fits, weight.dtype)).eps
 
 
 def restore_recorded_weights(graph: Graph) -> None:
@@ -299,6 +309,20 @@ def restore_recorded_weights(graph: Graph) -> None:
         if target_name(node.target) == RECORDED_WEIGHT:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def unite_recorded_weights(graph: Graph) -> None:
+    """Replace equal calls of ``recorded_weight`` by the first.
+
+    coremltools fails at equal decompressing ops of several results.
+    """
+    calls: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if target_name(node.target) == RECORDED_WEIGHT:
+            first = calls.setdefault(node.args, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
 
 
 def unread_weights(graph: Graph, refused: Collection[Node]) -> dict[Node, Reason]:

@@ -232,41 +232,38 @@ def test_weights_are_stored_as_by_coremltools(name, target, tmp_path, caplog):
     assert_equals_eager(model, inputs, edge)
 
 
+BLOCKS = {"granularity": "per_block", "block_size": 8}
 LAYERWISE = {
-    "uint4": ({"weight_dtype": "uint4"}, "blockwise_shift_scale"),
-    "uint4 of blocks": (
-        {"weight_dtype": "uint4", "granularity": "per_block", "block_size": 8},
-        "blockwise_shift_scale",
-    ),
-    # coremltools.convert has no integers of 3 bits: they are stored in 4.
-    "uint3": ({"weight_dtype": "uint3"}, "blockwise_shift_scale"),
-    # coremltools.convert fails at scales of blocks.
-    "normal floats": (
-        {
-            "weight_dtype": "uint4",
-            "enable_normal_float": True,
-            "granularity": "per_block",
-            "block_size": 8,
-        },
-        "lut_to_dense",
-    ),
-    "sparse": ({"algorithm": "sparse_gpt", "target_sparsity": 0.5}, "sparse_to_dense"),
-    "sparse uint8": (
-        {"algorithm": "sparse_gpt", "target_sparsity": 0.5, "weight_dtype": "uint8"},
-        "sparse_blockwise_shift_scale",
-    ),
+    "uint3": {"weight_dtype": "uint3"},
+    "uint4": {"weight_dtype": "uint4"},
+    "uint4 of blocks": {"weight_dtype": "uint4", **BLOCKS},
+    "sparse": {"algorithm": "sparse_gpt", "target_sparsity": 0.5},
+    "sparse uint4": {"algorithm": "sparse_gpt", "target_sparsity": 0.5, "weight_dtype": "uint4"},
 }
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(5)
 @pytest.mark.parametrize("name", LAYERWISE)
-def test_compression_layer_by_layer(name, caplog):
-    options, op = LAYERWISE[name]
+def test_compression_layer_by_layer(name, tmp_path, caplog):
+    model = finalized(lambda m: layer_by_layer(m, **LAYERWISE[name]), Layers)
+    inputs = (torch.randn(4, 16),)
+    edge = lowered(model, inputs).edge
+    ops, sizes = converted(model, inputs, Opset.iOS18, tmp_path)
+    assert ops
+    assert constexprs(edge) == ops
+    assert stored_sizes(edge) == sizes
+    assert uncompressed(caplog) == {}
+    assert_equals_eager(model, inputs, edge)
+
+
+@pytest.mark.slow
+def test_tables_with_scales_of_blocks():
+    """``coremltools.convert`` fails at them."""
+    options = {"weight_dtype": "uint4", "enable_normal_float": True, **BLOCKS}
     model = finalized(lambda m: layer_by_layer(m, **options), Layers)
     inputs = (torch.randn(4, 16),)
     edge = lowered(model, inputs).edge
-    assert constexprs(edge).count(f"constexpr_{op}") == 2
-    assert uncompressed(caplog) == {}
+    assert constexprs(edge).count("constexpr_lut_to_dense") == 2
     assert_equals_eager(model, inputs, edge)
 
 

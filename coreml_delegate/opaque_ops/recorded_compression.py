@@ -128,8 +128,8 @@ class _Record:
             return [int(n) for n in state[buffers[key]].reshape(-1)] if key in buffers else []
 
         stages = set(map(Stage, numbers("compression_type")))
-        needed = ["compression_type", *(key for stage in stages for key in _REQUIRED[stage])]
-        if missing := [key for key in needed if key not in buffers]:
+        required = ["compression_type", *(key for stage in stages for key in _REQUIRED[stage])]
+        if missing := [key for key in required if key not in buffers]:
             raise ValueError(f"its record lacks {', '.join(missing)}")
         is_palettized, is_quantized = Stage.PALETTIZATION in stages, Stage.QUANTIZATION in stages
         bits = sum(numbers("quantization_n_bits")) if is_quantized else 0
@@ -230,8 +230,8 @@ def _buffers_by_weight(names: Collection[str]) -> dict[str, dict[str, str]]:
     """Return the names of the buffers of each recorded weight, by key."""
     records: dict[str, dict[str, str]] = {}
     for name in names:
-        module, prefix, rest = name.rpartition(_PREFIX)
-        weight, _, key = rest.rpartition("/")
+        module, prefix, suffix = name.rpartition(_PREFIX)
+        weight, _, key = suffix.rpartition("/")
         if prefix and weight:
             records.setdefault(f"{module}{weight}", {})[key] = name
     return records
@@ -241,8 +241,8 @@ def _buffers_of(
     name: str, records: Mapping[str, Mapping[str, str]], state: Mapping[str, torch.Tensor]
 ) -> Mapping[str, str] | None:
     """Return the buffers of a weight, which may have been recorded by another of its names."""
-    others = (other for other in records if state.get(other) is state[name])
-    return records.get(name) or next((records[other] for other in others), None)
+    aliases = (other for other in records if state.get(other) is state[name])
+    return records.get(name) or next((records[other] for other in aliases), None)
 
 
 def _warn(name: str, reason: str) -> None:
@@ -286,10 +286,11 @@ def _check_values(weight: torch.Tensor, record: Sequence[Any]) -> None:
     values = (weight, *record)
     if any(isinstance(value, FakeTensor) for value in values):
         return
-    floats, *others = (v.detach().numpy() if isinstance(v, torch.Tensor) else v for v in values)
+    arrays: list[Any] = [v.detach().numpy() if isinstance(v, torch.Tensor) else v for v in values]
+    floats, *arguments = arrays
     if not np.any(floats):
         raise ValueError("all of its values are 0")
-    differences = np.abs(_StoredWeight.of(floats, *others).values() - floats)
+    differences = np.abs(_StoredWeight.of(floats, *arguments).values() - floats)
     largest = np.abs(floats).max()
     if (differences > _rounding_step(weight) * (np.abs(floats) + _ZERO * largest)).any():
         worst = float(differences.max() / largest)
@@ -354,7 +355,7 @@ class _StoredWeight:
     mask: _Array | None
     tables: _Array | None
     vector_axis: int
-    scale: _Array | None
+    scale: Any
     offset: _Array | None
     integers: tuple[int, int] | None
 
@@ -371,25 +372,20 @@ class _StoredWeight:
         bits: int,
     ) -> _StoredWeight:
         """Return the stored form of a weight; for the other arguments see ``_Record``."""
-        factor, scale, offset = (_by_block(p, weight.shape) for p in (lut_scale, scale, zero_point))
+        factor, steps, offset = (_by_block(p, weight.shape) for p in (lut_scale, scale, zero_point))
         x, tables, integers = weight, lut, None
         if lut is not None:
-            values = weight if factor is None else _divide(weight, factor)
-            x = _nearest(values, lut, vector_axis)
-        if scale is not None:
-            floats = weight if lut is None else lut
-            per_element = [
-                None if p is None else p.reshape(*p.shape, *(1,) * (floats.ndim - p.ndim))
-                for p in (scale, offset)
-            ]
-            data, integers = _quantize(floats, per_element[0], per_element[1], bits)
+            x = _nearest(weight if factor is None else _divide(weight, factor), lut, vector_axis)
+        if steps is not None:
+            data, integers = _quantize(weight if lut is None else lut, steps, offset, bits)
             x, tables = (data, None) if lut is None else (x, data)
-        if factor is not None:
-            blocks = factor.shape if scale is None else np.maximum(factor.shape, scale.shape)
-            scale = _spread(factor, blocks) * (1 if scale is None else _spread(scale, blocks))
-            offset = None if offset is None else _spread(offset, blocks)
+        if factor is not None and steps is not None:
+            blocks = tuple(map(max, factor.shape, steps.shape))
+            factor = _spread(factor, blocks) * _spread(steps, blocks)
+            offset = None if offset is None else np.broadcast_to(_spread(offset, blocks), blocks)
         mask = weight != 0 if is_sparse else None
-        return cls(x, mask, tables, vector_axis, scale, offset, integers)
+        product = steps if factor is None else factor
+        return cls(x, mask, tables, vector_axis, product, offset, integers)
 
     def values(self) -> _Array:
         """Return the weight that Core ML computes, in float32."""
@@ -470,7 +466,13 @@ def _by_block(parameter: _Array | None, shape: Sequence[int]) -> _Array | None:
 
 
 def _spread(parameter: _Array, shape: Sequence[int]) -> _Array:
-    """Return a parameter per block with a value per element, or an array that broadcasts to it."""
+    """Return a parameter per block with a value per element, or an array that broadcasts to it.
+
+    Args:
+        parameter: Of the rank of the weight.
+        shape: Of the weight or, with two more dimensions, of its lookup tables.
+    """
+    parameter = parameter.reshape(*parameter.shape, *(1,) * (len(shape) - parameter.ndim))
     for axis, (count, size) in enumerate(zip(parameter.shape, shape, strict=True)):
         if 1 < count < size:
             parameter = np.repeat(parameter, size // count, axis)
@@ -517,8 +519,8 @@ def _nearest(values: _Array, tables: _Array, axis: int) -> _Array:
     indices = np.empty(vectors.shape[:-1], np.uint8)
     find = _nearest_number if length == 1 else _nearest_vector
     for group, part in _tiles(indices.shape, tables.shape[:-2]):
-        found = find(vectors[part].reshape(-1, length), tables[group])
-        indices[part] = found.reshape(indices[part].shape)
+        nearest = find(vectors[part].reshape(-1, length), tables[group])
+        indices[part] = nearest.reshape(indices[part].shape)
     return indices
 
 

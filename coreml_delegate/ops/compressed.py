@@ -72,10 +72,10 @@ def scale_blocks(scale: Sequence[int], shape: Sequence[int]) -> tuple[int, ...] 
         scale: Shape of the scales. Trailing dimensions of size 1 may be missing or redundant.
         shape: Shape of the weight.
     """
-    counts, rest = tuple(scale[: len(shape)]), scale[len(shape) :]
+    counts, redundant = tuple(scale[: len(shape)]), scale[len(shape) :]
     counts += (1,) * (len(shape) - len(counts))
     fits = all(n and not size % n for n, size in zip(counts, shape, strict=True))
-    return counts if fits and all(n == 1 for n in rest) else None
+    return counts if fits and all(n == 1 for n in redundant) else None
 
 
 def index_bits(entries: int) -> int:
@@ -149,12 +149,12 @@ def _record_fits(call: OpCall) -> Reason | None:
 
 
 def _lut_fits(call: OpCall, lut: Sequence[int], shape: Sequence[int]) -> Reason | None:
-    """The table has one block per group, and at most 256 entries of numbers or vectors."""
+    """Each group of weights has a table of at most 256 numbers or vectors."""
     *groups, entries, length = lut if len(lut) == len(shape) + 2 else (0, 0)
     sizes, axis = list(shape), call.arguments["vector_axis"]
-    if length > 1 and len(shape):
-        divides = not sizes[axis] % length
-        sizes[axis] = sizes[axis] // length if divides else 0
+    if length > 1:
+        divides = -len(sizes) <= axis < len(sizes) and not sizes[axis] % length
+        sizes = [*sizes[:axis], sizes[axis] // length, *sizes[axis:][1:]] if divides else [0]
     if not 1 <= entries <= 2 ** INDEX_BITS[-1] or scale_blocks(groups, sizes) is None:
         text = f"a lookup table of {list(lut)} does not fit the weight of {list(shape)}"
         return Reason(ReasonCode.SHAPE, text)

@@ -1,4 +1,4 @@
-"""Weights whose compression coremltools recorded, beside those of ``coremltools.convert``."""
+"""Programs with weights that ``coremltools.optimize.torch`` compressed, and recorded how."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ENGINES = ("openvino", "reference")
 
 
 class Net(nn.Module):
-    """A convolution, and two linear layers with one weight."""
+    """A convolution, and two linear layers that share a weight."""
 
     def __init__(self):
         super().__init__()

@@ -245,6 +245,12 @@ def _buffers_of(
     return records.get(name) or next((records[other] for other in aliases), None)
 
 
+def warn_of_records(program: ExportedProgram) -> None:
+    """Log the recorded weights of a program that was decomposed before it could be protected."""
+    for name in _buffers_by_weight(program.state_dict):
+        _warn(name, "the program was decomposed before. Lower with to_edge_transform_and_lower")
+
+
 def _warn(name: str, reason: str) -> None:
     _logger.warning("%s is not stored with its recorded compression: %s", name, reason)
 

@@ -152,13 +152,15 @@ def _lut_fits(call: OpCall, lut: Sequence[int], shape: Sequence[int]) -> Reason 
     """Each group of weights has a table of at most 256 numbers or vectors."""
     *groups, entries, length = lut if len(lut) == len(shape) + 2 else (0, 0)
     sizes, axis = list(shape), call.arguments["vector_axis"]
-    if length > 1:
-        divides = -len(sizes) <= axis < len(sizes) and not sizes[axis] % length
-        sizes = [*sizes[:axis], sizes[axis] // length, *sizes[axis:][1:]] if divides else [0]
-    if not 1 <= entries <= 2 ** INDEX_BITS[-1] or scale_blocks(groups, sizes) is None:
+    is_vector = length > 1
+    divides = -len(sizes) <= axis < len(sizes) and not sizes[axis] % max(length, 1)
+    if is_vector and divides:
+        sizes[axis] //= length
+    has_indices = 1 <= entries <= 2 ** INDEX_BITS[-1] and (divides or not is_vector)
+    if not has_indices or scale_blocks(groups, sizes) is None:
         text = f"a lookup table of {list(lut)} does not fit the weight of {list(shape)}"
         return Reason(ReasonCode.SHAPE, text)
-    if length > 1 and call.arguments["is_sparse"]:
+    if is_vector and call.arguments["is_sparse"]:
         return Reason(ReasonCode.ARGUMENT, "Core ML has no sparse weights of vectors")
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import warnings
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from support.compressed import sizes_in, stored_sizes
-from support.lowering import Lowered, fp32_specs, lower_unchecked
+from support.lowering import Lowered, fp32_specs, lower_core_aten, lower_unchecked
 from support.partitioned import delegate_functions
 from support.tolerances import SQNR_FP16, SQNR_FP32, SQNR_HALF, sqnr_db
 from torch import nn
 
 from coreml_delegate import CoreMLPartitioner, runtime
+from coreml_delegate.ops.call import RECORDED_WEIGHT, target_name
 from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.patches.third_party import coremltools, quiet_import
 from coreml_delegate.targets import Opset
@@ -398,12 +400,45 @@ def test_a_weight_that_was_changed_stays_as_it_is(caplog):
     assert_equals_eager(model, images(), edge)
 
 
-def test_an_incomplete_record_is_a_warning(caplog):
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("int8", {"quantization_scale": None}, "its record lacks quantization_scale"),
+        ("int8", {"compression_type": None}, "its record lacks compression_type"),
+        ("int8", {"compression_type": torch.tensor([9])}, "9 is not a valid Stage"),
+        ("int8", {"quantization_n_bits": torch.tensor(16)}, "integers of 16 bits"),
+        ("int8", {"quantization_scale": torch.ones(5, 1, 1, 1)}, r"\[5, 1, 1, 1\] does not fit"),
+        ("palettes", {"lut": torch.ones(1, 1, 1, 1, 512, 1)}, "lookup table"),
+        ("palettes", {"lut": torch.ones(16)}, "lookup table"),
+        ("palettes", {"lut": torch.ones(1, 1, 1, 1, 16, 5)}, "lookup table"),
+        (
+            "palettes",
+            {"lut": torch.ones(1, 1, 1, 1, 16, 2), "vector_axis": torch.tensor(4)},
+            "lookup table",
+        ),
+    ],
+)
+def test_a_record_that_does_not_fit_is_a_warning(name, changes, reason, caplog):
+    model = finalized(COMPRESSORS[name])
+    for key, value in changes.items():
+        buffer = f"_COREML_/weight/{key}"
+        if value is None:
+            del model.conv._buffers[buffer]
+        else:
+            model.conv.register_buffer(buffer, value)
+    partitioner = CoreMLPartitioner()
+    program = partitioner.transform_for_pre_decomposition(exported(model, images()))
+    assert list(uncompressed(caplog)) == ["conv.weight"]
+    assert re.search(reason, uncompressed(caplog)["conv.weight"])
+    calls = [target_name(node.target) for node in program.graph.nodes]
+    assert calls.count(RECORDED_WEIGHT) == 2, "both uses of the other weight"
+
+
+def test_a_decomposed_program_is_a_warning(caplog):
     model = finalized(COMPRESSORS["int8"])
-    del model.conv._buffers["_COREML_/weight/quantization_scale"]
-    edge = lowered(model, images()).edge
-    assert uncompressed(caplog) == {"conv.weight": "its record lacks quantization_scale"}
-    assert_equals_eager(model, images(), edge)
+    edge = lower_core_aten(model, images()).edge
+    assert set(uncompressed(caplog)) == {"conv.weight", "linear.weight", "tied.weight"}
+    assert constexprs(edge) == []
 
 
 class Computed(nn.Module):

@@ -8,13 +8,15 @@ from coreml_delegate.llm.evaluation import (
     predict_with_module,
     predict_with_program,
 )
-from coreml_delegate.llm.generator import Generator, Sampler, Sampling
+from coreml_delegate.llm.generator import Generator
+from coreml_delegate.llm.sampling import LogProbabilities, Sampler, Sampling
 
 __all__ = [
     "Candidates",
     "ChatTokenizer",
     "Conversation",
     "Generator",
+    "LogProbabilities",
     "Sampler",
     "Sampling",
     "perplexity",

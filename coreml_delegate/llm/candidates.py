@@ -102,7 +102,11 @@ class Candidates:
         """Return the candidates of the results of ``Selection.select``."""
         if len(results) == 1:
             return cls(results[0].long(), None)
-        logits, tokens = results[0][0], results[1][0].long()
+        return cls.in_order(results[1][0].long(), results[0][0])
+
+    @classmethod
+    def in_order(cls, tokens: torch.Tensor, logits: torch.Tensor) -> Candidates:
+        """Return candidates of tokens [K] and their logits [K], which may have any order."""
         by_token = tokens.argsort()
         order = by_token[logits[by_token].argsort(descending=True, stable=True)]
         return cls(tokens[order], logits[order])

@@ -10,8 +10,8 @@ compute them, of an image and of tokens.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from coreml_delegate.errors import LoweringError, OptionError
+from coreml_delegate.errors import LoweringError, OptionError, near_matches
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.decoder_methods import (
     Decode,
@@ -37,18 +37,23 @@ from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.partition.export import lower_methods
 from coreml_delegate.patches.third_party import quiet_import, wrap_errors
-
-# The stubs of torch do not have int4.
-_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("int4", "int8")}
+from coreml_delegate.quantization import QuantizationAssignment, QuantizationMode
+from coreml_delegate.quantization.apply import obstacle
+from coreml_delegate.quantization.assignment import applies
+from coreml_delegate.quantization.configs import torchao_config
 
 _ATEN: Any = torch.ops.aten
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
 
 _CHUNK = 2**24  # elements quantized at a time
+_MOST_EXAMPLES = 3  # in a message
 
 
 def quantize_weights(
-    decoder: Decoder | EncoderDecoder, *, linear: str, embedding: str, group: int
+    decoder: Decoder | EncoderDecoder,
+    *,
+    linear: QuantizationAssignment | None = None,
+    embedding: QuantizationMode | None = None,
 ) -> None:
     """Quantize weights in place; activations stay in floating point.
 
@@ -57,31 +62,63 @@ def quantize_weights(
 
     Args:
         decoder: The model, which is changed.
-        linear: ``int4`` with a scale per group of inputs of each output, ``int8`` with a scale per
-            output (of each expert), or ``none``.
-        embedding: ``int8`` with a scale per token, or ``none``.
-        group: Number of inputs in a group; divides the inputs of every linear layer.
+        linear: Modes of the linear layers by module path in the checkpoint; None leaves them in
+            float. A scale for a whole row of experts is a scale for the row of each expert.
+        embedding: Mode of the embedding; None leaves it in float.
 
     Raises:
-        OptionError: ``group`` does not divide the inputs of a layer.
+        OptionError: A mode is applied after conversion, or needs an exported program; it does not
+            divide a layer; or a path of the assignment has no linear layer.
     """
     table: Any = decoder.embedding.weight
     vocabulary = [m for m in decoder.modules() if getattr(m, "weight", None) is table]
     excluded = {*vocabulary, *routers(decoder)}
-    linears = {
-        name: module
+    linears: dict[str, Any] = {
+        name.removeprefix("model."): module
         for name, module in decoder.language_modules()
         if isinstance(module, nn.Linear) and module not in excluded
     }
-    if linear != "none":
-        size = group if linear == "int4" else 0
-        if size:
-            _check_groups(linears, size)
-        for module in linears.values():
-            own = module.inputs if isinstance(module, LastLayers) else 0
-            _replace_weight([module], _quantize(module.weight, linear, size or own))
-    if embedding != "none":
-        _replace_weight(vocabulary, _quantize(table, embedding, 0))
+    modes = {} if linear is None else _modes_by_layer(linears, linear)
+    layers = [(name, linears[name], mode) for name, mode in modes.items()]
+    if embedding is not None:
+        layers.append(("the embedding", decoder.embedding, embedding))
+    _check_division(layers)
+    for name, mode in modes.items():
+        module = linears[name]
+        if isinstance(module, LastLayers) and mode.group_size is None and not mode.codebook:
+            mode = replace(mode, group_size=module.inputs)
+        _replace_weight([module], _quantize(module.weight, mode))
+    if embedding is not None:
+        _replace_weight(vocabulary, _quantize(table, embedding))
+
+
+def _modes_by_layer(
+    layers: Mapping[str, nn.Module], assignment: QuantizationAssignment
+) -> dict[str, QuantizationMode]:
+    """Return the modes of the layers that are quantized, by path."""
+    for path in assignment.modules:
+        if not any(applies(path, name) for name in layers):
+            raise OptionError(
+                "the quantization config has a path without a linear layer",
+                got=repr(path),
+                expected=near_matches(path, layers, f"paths such as {next(iter(layers), None)!r}"),
+                remedy="--embedding-quantize is for embeddings, and for a head tied to them",
+            )
+    modes = {name: assignment.mode_for(name) for name in layers}
+    return {name: mode for name, mode in modes.items() if mode is not None}
+
+
+def _check_division(layers: Iterable[tuple[str, Any, QuantizationMode]]) -> None:
+    """Check that groups divide the weights of all layers, given with their paths and modes."""
+    reasons = {name: reason for name, layer, mode in layers if (reason := obstacle(layer, mode))}
+    if reasons:
+        listed = [f"{name}: {reason}" for name, reason in reasons.items()]
+        more = [f"and {len(listed) - _MOST_EXAMPLES} more"] if len(listed) > _MOST_EXAMPLES else []
+        raise OptionError(
+            "groups of weights do not divide every layer",
+            got="; ".join([*listed[:_MOST_EXAMPLES], *more]),
+            remedy="Choose another number, or another mode for these layers by --quantize-config",
+        )
 
 
 def export_methods(
@@ -222,21 +259,20 @@ def _drop_unread_numbers(program: ExportedProgram) -> None:
         program.graph.eliminate_dead_code()
 
 
-def _quantize(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:
-    """Quantize a matrix [outputs, inputs] in blocks of rows, to save memory."""
+def _quantize(weight: torch.Tensor, mode: QuantizationMode) -> torch.Tensor:
+    """Quantize a matrix [outputs, inputs]; rows with scales in blocks, to save memory."""
     with quiet_import():
-        torchao: Any = importlib.import_module("torchao.quantization")
-        granularity: Any = importlib.import_module("torchao.quantization.granularity")
-    config = torchao.IntxWeightOnlyConfig(
-        weight_dtype=_DTYPES[dtype],
-        granularity=granularity.PerGroup(group) if group else granularity.PerAxis(0),
-    )
+        from torchao.quantization import quantize_
+    config = torchao_config(mode)
     parts: list[Any] = []
-    for rows in in_memory(weight).detach().split(max(1, _CHUNK // weight.shape[1])):
+    size = weight.shape[0] if mode.codebook else max(1, _CHUNK // weight.shape[1])
+    for rows in in_memory(weight).detach().split(size):
         layer = nn.Linear(*reversed(rows.shape), bias=False, device="meta")
         layer.weight = nn.Parameter(rows, requires_grad=False)
-        torchao.quantize_(layer, config)
+        quantize_(layer, config)
         parts.append(layer.weight)
+    if len(parts) == 1:
+        return parts[0]
     tensors = [
         torch.cat([getattr(part, name) for part in parts]) for name in parts[0].tensor_data_names
     ]
@@ -247,13 +283,3 @@ def _quantize(weight: torch.Tensor, dtype: str, group: int) -> torch.Tensor:
 def _replace_weight(modules: Iterable[Any], weight: torch.Tensor) -> None:
     for module in modules:
         module.weight = nn.Parameter(weight, requires_grad=False)
-
-
-def _check_groups(linears: Mapping[str, nn.Linear], group: int) -> None:
-    for name, module in linears.items():
-        if module.in_features % group:
-            raise OptionError(
-                f"groups of weights do not divide {name}",
-                got=f"groups of {group} for {module.in_features} inputs",
-                remedy="Choose another --group-size",
-            )

@@ -14,9 +14,10 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError, ProgramError
-from coreml_delegate.llm.candidates import Candidates, Selection
+from coreml_delegate.llm.candidates import Candidates
 from coreml_delegate.llm.images import refuse_images
 from coreml_delegate.llm.layout import DECODE, ENCODE, CacheKind, Layout
+from coreml_delegate.llm.sampling import Sampler
 from coreml_delegate.llm.source import Source, SourceKind
 from coreml_delegate.runtime.engines.limits import require_memory
 from coreml_delegate.runtime.program.plan import TensorSpec
@@ -44,96 +45,6 @@ class Throughput:
     def rate(self) -> float:
         """Tokens per second; 0 before the first."""
         return self.tokens / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to choose the next token.
-
-    Attributes:
-        temperature: Divides the logits; 0 takes the most probable token.
-        top_k: Sample from this many most probable tokens; None for all.
-        top_p: Sample from the fewest most probable tokens whose probabilities sum to at least this
-            (nucleus sampling, arXiv:1904.09751).
-        seed: Seed of the random numbers.
-
-    Raises:
-        OptionError: A value out of range.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("temperature", 0 <= self.temperature < float("inf"), "a number of at least 0"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "an integer of at least 1"),
-            ("top_p", 0 < self.top_p <= 1, "a number above 0, up to 1"),
-        )
-        for name, is_valid, expected in checks:
-            if not is_valid:
-                raise OptionError(
-                    f"{name} is out of range", got=str(getattr(self, name)), expected=expected
-                )
-
-    def check(self, selection: Selection | None) -> None:
-        """Refuse settings that need more tokens than a model returns.
-
-        Without ``top_k`` all tokens that the model returns are sampled from.
-
-        Args:
-            selection: Which tokens the model returns; None for the logits of all.
-
-        Raises:
-            OptionError: The model returns only one token, and the settings sample; or ``top_k`` is
-                larger than the number of tokens that it returns.
-        """
-        if selection is None:
-            return
-        if selection.top_k is None:
-            for name, default in (("temperature", 0), ("top_k", None), ("top_p", 1)):
-                if getattr(self, name) != default:
-                    raise OptionError(
-                        "the model returns only the token with the largest logit, so there is "
-                        "nothing to sample",
-                        got=f"{name} {getattr(self, name)}",
-                        remedy="Export it with --sample-in-model top-k:K, or without that option",
-                    )
-        elif (self.top_k or 0) > selection.top_k:
-            raise OptionError(
-                f"the model returns {selection.top_k} tokens to sample from",
-                got=f"top_k {self.top_k}",
-                expected=f"at most {selection.top_k}",
-                remedy="Export it with a larger K in --sample-in-model top-k:K",
-            )
-
-
-class Sampler:
-    """Chooses tokens from logits; equal settings and logits give equal tokens."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self._random = torch.Generator().manual_seed(sampling.seed)
-
-    def __call__(self, logits: torch.Tensor) -> int:
-        """Return the token chosen from ``logits`` [V] of any floating-point type."""
-        if self.sampling.temperature == 0:
-            return int(logits.argmax())
-        return self.choose(Candidates.of_logits(logits, self.sampling.top_k))
-
-    def choose(self, candidates: Candidates) -> int:
-        """Return the token chosen from candidates."""
-        tokens, logits = candidates.tokens, candidates.logits
-        if self.sampling.temperature == 0 or logits is None:
-            return int(tokens[0])
-        considered = logits[: self.sampling.top_k].double()
-        shares = torch.softmax((considered - considered[0]) / self.sampling.temperature, dim=0)
-        if self.sampling.top_p < 1:
-            before = shares.cumsum(0) - shares
-            shares = shares[before < self.sampling.top_p]
-        return int(tokens[torch.multinomial(shares, 1, generator=self._random)])
 
 
 class Generator:
@@ -169,6 +80,7 @@ class Generator:
         self._caches = self._empty_caches()
         self._source: list[torch.Tensor] = []  # results of encode, further inputs of the decoder
         self._position = 0
+        self._tokens: list[int] = []  # of the context
         self.prefill, self.decode, self.encoder = Throughput(), Throughput(), Throughput()
         self.ending: Ending | None = None
 
@@ -224,6 +136,7 @@ class Generator:
         the model reads recurrent states as zeros.
         """
         self._position = 0
+        self._tokens = []
 
     def encode(self, source: Sequence[int] | torch.Tensor) -> None:
         """Encode the source of an encoder-decoder model, and begin a new text.
@@ -348,6 +261,8 @@ class Generator:
             self._check_room(length + limit - 1, f"a prompt of {length} and {limit} more")
         ends = {*stops, *self.layout.eos}
         self.ending = None
+        if isinstance(choose, Sampler):
+            choose.begin([*self._tokens, *prompt])
         token = begin(prompt, images)
         for count in itertools.count(1):
             if token in ends:
@@ -379,7 +294,7 @@ class Generator:
                 got=type(choose).__name__,
                 remedy="Pass a Sampler, or export without --sample-in-model",
             )
-        choose.sampling.check(selection)
+        choose.check(selection)
         return lambda tokens, images: choose.choose(self.propose(tokens, images))
 
     def _feed(
@@ -393,6 +308,7 @@ class Generator:
         throughput = self.decode if len(inputs) == 1 else self.prefill
         for part in inputs.split(self.layout.chunk):
             results = self._step(part)
+        self._tokens += tokens
         throughput.seconds += time.perf_counter() - start
         throughput.tokens += len(inputs)
         return results

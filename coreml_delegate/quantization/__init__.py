@@ -4,6 +4,19 @@ This package is cheap to import, because the command line reads the names of the
 """
 
 from coreml_delegate.quantization.assignment import QuantizationAssignment
-from coreml_delegate.quantization.modes import FORMS, Method, QuantizationMode, mode_of
+from coreml_delegate.quantization.modes import (
+    FORMS,
+    MODULE_FORMS,
+    Method,
+    QuantizationMode,
+    mode_of,
+)
 
-__all__ = ["FORMS", "Method", "QuantizationAssignment", "QuantizationMode", "mode_of"]
+__all__ = [
+    "FORMS",
+    "MODULE_FORMS",
+    "Method",
+    "QuantizationAssignment",
+    "QuantizationMode",
+    "mode_of",
+]

@@ -6,7 +6,8 @@ The modes that coremltools applies after conversion are compile options; see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.fx import GraphModule
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.exported.source_model import SourceModel, dynamic_shapes_of
 from coreml_delegate.patches.third_party import quiet_import, wrap_errors
-from coreml_delegate.quantization.assignment import QuantizationAssignment
+from coreml_delegate.quantization.assignment import QuantizationAssignment, path_pattern
 from coreml_delegate.quantization.configs import (
     has_rows,
     is_weight_of_attention,
@@ -98,7 +99,7 @@ def quantize_modules(module: nn.Module, assignment: QuantizationAssignment) -> M
         OptionError: The assignment names a module that does not exist, or nothing can be quantized.
     """
     paths = dict(module.named_modules())
-    _check_paths(assignment, paths)
+    check_paths(assignment, paths)
     chosen: dict[QuantizationMode, set[str]] = {}
     in_float: dict[str, str] = {}
     for path, layer in paths.items():
@@ -130,9 +131,15 @@ def _is_among(names: set[str]) -> Callable[[nn.Module, str], bool]:
     return lambda _, path: path in names
 
 
-def _check_paths(assignment: QuantizationAssignment, paths: Mapping[str, nn.Module]) -> None:
+def check_paths(assignment: QuantizationAssignment, paths: Collection[str]) -> None:
+    """Check that the paths of an assignment are paths of modules.
+
+    Raises:
+        OptionError: No module has this path.
+    """
     for path in assignment.modules:
-        if path not in paths:
+        pattern = re.compile(path_pattern(path))
+        if not any(map(pattern.fullmatch, paths)):
             raise OptionError(
                 "the quantization config names a module that the model does not have",
                 got=repr(path),
@@ -143,13 +150,15 @@ def _check_paths(assignment: QuantizationAssignment, paths: Mapping[str, nn.Modu
 def obstacle(layer: Any, mode: QuantizationMode) -> str | None:
     """Return why a mode cannot quantize a layer with a weight [rows, columns], or None."""
     weight: torch.Tensor = layer.weight
-    columns = weight.shape[-1]
+    rows, columns = weight.shape
     if is_weight_of_attention(layer):
         return "nn.MultiheadAttention multiplies by its weight itself"
     if not weight.dtype.is_floating_point:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     if mode.group_size is not None and columns % mode.group_size:
         return f"{columns} columns are no multiple of {mode.group_size}"
+    if mode.rows_per_table is not None and rows % mode.rows_per_table:
+        return f"{rows} rows are no multiple of {mode.rows_per_table}"
     return None
 
 

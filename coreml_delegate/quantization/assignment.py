@@ -6,12 +6,15 @@ The file has one object::
     mode            mode of the modules that are not listed
     modules         object: module path -> mode, or null to leave the module in float
 
-A path applies to the module and its submodules; the longest matching path decides.
+A path applies to the module and its submodules. A name in it may contain ``*`` for any characters
+(``model.layers.*.mlp``). If several paths apply, the one with the most names decides, then the one
+with the most characters besides ``*``.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +24,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.quantization.modes import Method, QuantizationMode, mode_of
 
 SCHEMA_VERSION = 1
+WILDCARD = "*"
 _KEYS = ("schema_version", "mode", "modules")
 
 
@@ -30,7 +34,7 @@ class QuantizationAssignment:
 
     Attributes:
         mode: Mode of the modules that ``modules`` does not list.
-        modules: Modes by module path; None leaves a module in float.
+        modules: Modes by module path, which may contain ``*``; None leaves a module in float.
 
     Raises:
         OptionError: The modes cannot be combined.
@@ -76,8 +80,17 @@ class QuantizationAssignment:
 
     def mode_for(self, path: str) -> QuantizationMode | None:
         """Return the mode of a module."""
-        inside = [p for p in self.modules if path == p or path.startswith(f"{p}.")]
-        return self.modules[max(inside, key=len)] if inside else self.mode
+        modes = (mode for rule, mode in self.ordered().items() if applies(rule, path))
+        return next(modes, self.mode)
+
+    def ordered(self) -> dict[str, QuantizationMode | None]:
+        """Return ``modules``; of several paths that apply to a module the first decides."""
+        paths = sorted(
+            self.modules,
+            key=lambda path: (path.count("."), len(path.replace(WILDCARD, "")), path),
+            reverse=True,
+        )
+        return {path: self.modules[path] for path in paths}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the assignment as the JSON object of a file."""
@@ -144,6 +157,16 @@ class QuantizationAssignment:
                 for path, name in named.items()
             },
         )
+
+
+def path_pattern(path: str) -> str:
+    """Return the regular expression of a module path, in which ``*`` is a part of one name."""
+    return re.escape(path).replace(re.escape(WILDCARD), r"[^.]*")
+
+
+def applies(rule: str, path: str) -> bool:
+    """Whether a path of an assignment applies to the module of a path."""
+    return re.match(rf"{path_pattern(rule)}(\.|$)", path) is not None
 
 
 def _mode(key: str, name: object) -> QuantizationMode:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.weight_compression import MAGNITUDE, OPTION, PALETTE
 from coreml_delegate.patches.third_party import coremltools, quiet_import
-from coreml_delegate.quantization.assignment import QuantizationAssignment
+from coreml_delegate.quantization.assignment import QuantizationAssignment, path_pattern
 from coreml_delegate.quantization.modes import Method, QuantizationMode
 
 FULL = -1
@@ -23,7 +22,8 @@ def linear_quantizer_config(
 
     Args:
         mode: Mode of the modules that ``modules`` does not list; None leaves them in float.
-        modules: Modes by module path.
+        modules: Modes by module path, which may contain ``*``; of several paths that apply to a
+            module the first decides.
 
     Returns:
         coremltools' ``LinearQuantizerConfig``.
@@ -35,13 +35,13 @@ def linear_quantizer_config(
     with quiet_import():
         from coremltools.optimize.torch.quantization import LinearQuantizerConfig
 
-    by_name = {re.escape(path): _module_config(own) for path, own in (modules or {}).items()}
+    by_name = {path_pattern(path): _module_config(own) for path, own in (modules or {}).items()}
     return LinearQuantizerConfig(global_config=_module_config(mode), module_name_configs=by_name)
 
 
 def quantizer_config_of(assignment: QuantizationAssignment) -> Any:
     """Return the ``LinearQuantizerConfig`` of an assignment; see ``linear_quantizer_config``."""
-    return linear_quantizer_config(assignment.mode, assignment.modules)
+    return linear_quantizer_config(assignment.mode, assignment.ordered())
 
 
 def torchao_config(mode: QuantizationMode, *, block_size: list[int] | None = None) -> Any:
@@ -65,7 +65,7 @@ def torchao_config(mode: QuantizationMode, *, block_size: list[int] | None = Non
     if mode.codebook:
         return CodebookWeightOnlyConfig(
             dtype=getattr(torch, f"uint{mode.bits}"),
-            block_size=block_size or [FULL, FULL],
+            block_size=block_size or [mode.rows_per_table or FULL, FULL],
         )
     granularity = PerAxis(0) if mode.group_size is None else PerGroup(mode.group_size)
     return IntxWeightOnlyConfig(

@@ -1,6 +1,6 @@
 """The table of quantization modes: names, requirements, and the finer fallback mode.
 
-A name is fixed (``int8-static``) or contains a number (``int4-group32``), written ``N`` here.
+A name is fixed (``int8-static``) or contains numbers (``int4-group32``), here ``N`` and ``M``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class QuantizationMode:
         activations: Whether activations are quantized too, which needs calibration data.
         group_size: Number of weights of a row that share a scale; None for the whole row.
         codebook: Whether weights are indices into a table of values.
+        rows_per_table: Number of rows (outputs) that share a table; None for one table.
         sparsity: Fraction of the weights that become zero, 0 to 1.
         relief: Name of the finer mode for a layer that loses too much accuracy; None for float.
     """
@@ -49,6 +50,7 @@ class QuantizationMode:
     activations: bool = False
     group_size: int | None = None
     codebook: bool = False
+    rows_per_table: int | None = None
     sparsity: float = 0.0
     relief: str | None = None
 
@@ -79,41 +81,60 @@ _EXPLICIT_FROM = Opset.iOS18
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A mode, or a family of modes with a number as parameter.
+class _Number:
+    """A number in the names of a family of modes.
 
     Attributes:
-        form: Name, with ``N`` for the number.
-        mode: Its properties; the property of the number is a placeholder.
-        numbers: Accepted numbers of a family.
         field: Attribute of ``QuantizationMode`` that the number determines.
+        accepted: Accepted numbers.
+    """
+
+    field: str
+    accepted: Sequence[int]
+
+    def value(self, text: str, form: str, name: str) -> float:
+        """Return the value of the attribute.
+
+        Raises:
+            OptionError: The number is not accepted.
+        """
+        if int(text) not in self.accepted:
+            raise OptionError(
+                f"{form} does not take this number", got=name, expected=_numbers_text(self.accepted)
+            )
+        return int(text) / 100 if self.field == "sparsity" else int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A mode, or a family of modes with numbers as parameters.
+
+    Attributes:
+        form: Name, with ``N`` for the first number and ``M`` for the second.
+        mode: Its properties; the properties of the numbers are placeholders.
+        numbers: The numbers of a family.
     """
 
     form: str
     mode: QuantizationMode
-    numbers: Sequence[int] = ()
-    field: str = ""
+    numbers: Sequence[_Number] = ()
 
     def read(self, name: str) -> QuantizationMode | None:
         """Return the mode of a name, or None if the name has another form.
 
         Raises:
-            OptionError: The name has this form, but the number is not accepted.
+            OptionError: The name has this form, but a number is not accepted.
         """
         if not self.numbers:
             return self.mode if name == self.form else None
-        match = re.fullmatch(self.form.replace("N", r"(-?\d+)"), name)
+        match = re.fullmatch(re.sub("[NM]", r"(-?\\d+)", self.form), name)
         if match is None:
             return None
-        number = int(match[1])
-        if number not in self.numbers:
-            raise OptionError(
-                f"{self.form} does not take this number",
-                got=name,
-                expected=_numbers_text(self.numbers),
-            )
-        value = number / 100 if self.field == "sparsity" else number
-        return replace(self.mode, name=name, **{self.field: value})
+        values = {
+            number.field: number.value(text, self.form, name)
+            for number, text in zip(self.numbers, match.groups(), strict=True)
+        }
+        return replace(self.mode, name=name, **values)  # pyright: ignore[reportArgumentType]
 
 
 def _numbers_text(numbers: Sequence[int]) -> str:
@@ -122,10 +143,10 @@ def _numbers_text(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _row(form: str, numbers: Sequence[int] = (), field: str = "", **properties: object) -> _Row:
-    bits = {"bits": 0} if field == "bits" else {}
+def _row(form: str, *numbers: _Number, **properties: object) -> _Row:
+    bits = {"bits": 0} if any(number.field == "bits" for number in numbers) else {}
     mode = QuantizationMode(name=form, **(bits | properties))  # pyright: ignore[reportArgumentType]
-    return _Row(form, mode, numbers, field)
+    return _Row(form, mode, numbers)
 
 
 _GROUPS = range(2, 4097)
@@ -167,16 +188,14 @@ _ROWS = (
     ),
     _modules(
         "int8-groupN",
-        _GROUPS,
-        "group_size",
+        _Number("group_size", _GROUPS),
         bits=8,
         target=Opset.iOS18,
         summary="linear layers and embeddings in 8 bits, a scale for N weights",
     ),
     _modules(
         "int4-groupN",
-        _GROUPS,
-        "group_size",
+        _Number("group_size", _GROUPS),
         bits=4,
         target=Opset.iOS18,
         relief="int8-channel",
@@ -184,25 +203,31 @@ _ROWS = (
     ),
     _modules(
         "codebook-N",
-        range(1, 9),
-        "bits",
+        _Number("bits", range(1, 9)),
         codebook=True,
         target=Opset.iOS18,
         relief="int8-channel",
         summary="linear layers and embeddings as N-bit indices into 2**N values",
     ),
+    _modules(
+        "codebook-N-groupM",
+        _Number("bits", range(1, 9)),
+        _Number("rows_per_table", _GROUPS),
+        codebook=True,
+        target=Opset.iOS18,
+        relief="int8-channel",
+        summary="the same, with a table for M output channels",
+    ),
     _conversion(
         "palettize-N",
-        (1, 2, 3, 4, 6, 8),
-        "bits",
+        _Number("bits", (1, 2, 3, 4, 6, 8)),
         codebook=True,
         target=Opset.iOS16,
         summary="weights of more than 2048 elements as N-bit indices, after conversion",
     ),
     _conversion(
         "prune-N",
-        range(1, 100),
-        "sparsity",
+        _Number("sparsity", range(1, 100)),
         bits=16,
         target=Opset.iOS16,
         summary="the smallest N percent of the same weights become zero, after conversion",
@@ -210,6 +235,8 @@ _ROWS = (
 )
 FORMS: Mapping[str, str] = MappingProxyType({row.form: row.mode.summary for row in _ROWS})
 """Summary of each form of mode names, for help texts."""
+MODULE_FORMS = tuple(row.form for row in _ROWS if row.mode.method is Method.MODULES)
+"""The forms of modes that quantize linear layers and embeddings in PyTorch."""
 
 
 def mode_of(name: str) -> QuantizationMode:

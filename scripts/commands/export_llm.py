@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
+from coreml_delegate.quantization import (
+    MODULE_FORMS,
+    Method,
+    QuantizationAssignment,
+    QuantizationMode,
+    mode_of,
+)
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command, add_number, add_path
@@ -30,6 +37,7 @@ _CONTEXT = 2048  # tokens
 _CHUNK = {"io": 64, "state": 8, "buffer": 8}
 _ANSWER_CHUNK = 8  # of encoder-decoder models, whose prompts have few tokens
 _GROUP = 32
+_NONE = "none"
 _BYTES = {
     Precision.FLOAT16: 2,
     Precision.AUTO: 2,
@@ -121,33 +129,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_quantization(parser: argparse.ArgumentParser) -> None:
+    forms = ", ".join(MODULE_FORMS)
     group = parser.add_argument_group("weights in few bits")
-    group.add_argument(
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument(
         "--quantize",
-        choices=("none", "int4", "int8"),
-        default="none",
-        help="linear layers: int4 with a scale per group of inputs, or int8 with a scale per "
-        "output (default: none)",
+        default=_NONE,
+        metavar="MODE",
+        help=f"linear layers: {_NONE} (default), int4 (int4-groupN with N of --group-size), int8 "
+        f"(int8-channel), {forms}",
+    )
+    add_path(
+        choice,
+        "--quantize-config",
+        "FILE.json",
+        "a mode for each linear layer, by path with * (docs/quantization.md has the form)",
     )
     add_number(
-        group,
-        "--group-size",
-        "N",
-        f"inputs that share a scale with --quantize int4 (default: {_GROUP})",
-        default=_GROUP,
+        group, "--group-size", "N", f"inputs that share a scale with int4 (default: {_GROUP})"
     )
     group.add_argument(
         "--embedding-quantize",
-        choices=("none", "int8"),
-        default="none",
-        help="embeddings and a head tied to them: int8 with a scale per token (default: none)",
+        default=_NONE,
+        metavar="MODE",
+        help=f"embeddings, and a head tied to them: {_NONE} (default), int8 (a scale per token), "
+        "or another of these modes",
     )
+
+
+def _modes(
+    args: argparse.Namespace,
+) -> tuple[QuantizationAssignment | None, QuantizationMode | None]:
+    """Return the modes of the linear layers, and the mode of the embedding.
+
+    Raises:
+        OptionError: A mode is unknown, or does not fit the other options.
+    """
+    uses_groups = "int4" in (args.quantize, args.embedding_quantize)
+    if args.group_size is not None and not uses_groups:
+        raise OptionError("--group-size belongs to int4", got=f"--quantize {args.quantize}")
+    short = {"int4": f"int4-group{args.group_size or _GROUP}", "int8": "int8-channel"}
+    names = [short.get(name, name) for name in (args.quantize, args.embedding_quantize)]
+    linear, embedding = (None if name == _NONE else mode_of(name) for name in names)
+    if args.quantize_config is not None:
+        assignment = QuantizationAssignment.read(args.quantize_config)
+    else:
+        assignment = None if linear is None else QuantizationAssignment(linear)
+    for mode in (*(assignment.modes if assignment else ()), embedding):
+        if mode is None:
+            continue
+        if mode.method is not Method.MODULES:
+            raise OptionError(
+                f"{mode.name} does not quantize modules of PyTorch",
+                got=mode.method.value,
+                expected=f"one of {', '.join(MODULE_FORMS)}",
+            )
+        mode.require_target(args.deployment_target, "--deployment-target")
+    return assignment, embedding
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     if (args.checkpoint is None) == (args.random is None):
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
+    linear, embedding = _modes(args)
     tokenizer = _tokenizer(args)
     check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
@@ -159,12 +204,7 @@ def run(args: argparse.Namespace) -> int:
         adapters = _fit(decoder, files)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     with console.step("Quantizing the weights"):
-        quantize_weights(
-            decoder,
-            linear=args.quantize,
-            embedding=args.embedding_quantize,
-            group=args.group_size,
-        )
+        quantize_weights(decoder, linear=linear, embedding=embedding)
     partitioner = _partitioner(args, layout)
     with console.step("Exporting with torch.export"):
         methods = _export(args, decoder, layout, adapters)

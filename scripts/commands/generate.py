@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from coreml_delegate.llm.chat import Conversation
-    from coreml_delegate.llm.generator import Generator, Sampler, Throughput
+    from coreml_delegate.llm.generator import Generator, Throughput
     from coreml_delegate.llm.layout import Layout
+    from coreml_delegate.llm.sampling import Sampler
     from coreml_delegate.llm.tokenizer import TextStream, Tokenizer
 
 
@@ -95,6 +96,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="draw from the fewest most probable tokens whose probabilities sum to P",
     )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="draw from tokens whose probability is at least P times the largest",
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="divide the positive logits of tokens of the text by R, multiply the negative ones",
+    )
+    group.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="A",
+        help="subtract A from the logits of tokens that were generated",
+    )
+    group.add_argument(
+        "--logprobs",
+        type=arguments.natural,
+        metavar="K",
+        help="with --json: the logarithm of each token's probability, and of the K most probable "
+        "tokens, before penalties and temperature",
+    )
     arguments.add_seed(parser, "the draws")
     parser.add_argument(
         "--runner",
@@ -114,12 +143,23 @@ def run(args: argparse.Namespace) -> int:
     chats.check_usage(args)
     if not args.chat:
         args.tokenizer = arguments.tokenizer_of(args)
+    if args.logprobs is not None and (args.chat or not args.json):
+        args.refuse_usage("--logprobs needs --json, and does not go with --chat")
     if args.runner == EXECUTORCH:
         return _run_executorch(args)
     with console.step("Importing torch"):
-        from coreml_delegate.llm.generator import Sampler, Sampling
+        from coreml_delegate.llm.sampling import Sampler, Sampling
 
-    sampler = Sampler(Sampling(args.temperature, args.top_k, args.top_p, args.seed))
+    settings = Sampling(
+        args.temperature,
+        args.top_k,
+        args.top_p,
+        args.seed,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+    )
+    sampler = Sampler(settings, logprobs=args.logprobs)
     if args.chat:
         _chat(args, sampler)
     else:
@@ -152,6 +192,10 @@ def _run_executorch(args: argparse.Namespace) -> int:
         "--stop": args.stop,
         "--top-k": args.top_k,
         "--top-p": args.top_p != 1,
+        "--min-p": args.min_p,
+        "--repetition-penalty": args.repetition_penalty != 1,
+        "--presence-penalty": args.presence_penalty,
+        "--logprobs": args.logprobs is not None,
         "--host": args.host != "auto",
         "--seed": args.seed,
     }
@@ -209,7 +253,7 @@ def _continue(args: argparse.Namespace, sampler: Sampler) -> None:
     )
     pieces = _pieces(tokens, stream)
     if args.json:
-        _write_json(generator, list(pieces), stream)
+        _write_json(generator, list(pieces), stream, sampler)
     else:
         chats.write_stream(text for _, text in pieces)
         _note_speeds(generator)
@@ -319,12 +363,25 @@ def _ending(generator: Generator, stream: TextStream) -> str | None:
 
 
 def _write_json(
-    generator: Generator, pieces: Sequence[tuple[int | None, str]], stream: TextStream
+    generator: Generator,
+    pieces: Sequence[tuple[int | None, str]],
+    stream: TextStream,
+    sampler: Sampler,
 ) -> None:
+    tokens = [token for token, _ in pieces if token is not None]
+    logprobs = [
+        {
+            "token": entry.token,
+            "logprob": entry.chosen,
+            "most_probable": [list(item) for item in entry.most_probable.items()],
+        }
+        for entry in sampler.log_probabilities[: len(tokens)]  # without an end token
+    ]
     console.write_json(
         {
             "text": "".join(text for _, text in pieces),
-            "tokens": [token for token, _ in pieces if token is not None],
+            "tokens": tokens,
+            **({"logprobs": logprobs} if logprobs else {}),
             "ending": _ending(generator, stream),
             **_speed_data(_speeds(generator)),
         }

@@ -170,6 +170,7 @@ def _core_ml(
 ) -> None:
     from support.lowering import fp32_specs
     from support.multimethod import specs
+    from support.quantization import few_bits
 
     from coreml_delegate import CoreMLPartitioner
     from coreml_delegate.llm.export import export_methods, lower, quantize_weights
@@ -178,7 +179,7 @@ def _core_ml(
 
     model = decoder()
     if linear != "none":
-        quantize_weights(model, linear=linear, embedding="int8", group=32)
+        quantize_weights(model, **few_bits(linear, "int8", group=32))
     options = {
         "compute_precision": Precision(precision),
         "minimum_deployment_target": Opset.iOS18,

@@ -10,6 +10,7 @@ from support.command import tiny_pte
 from support.docstrings import CONTEXT, END, held_out_rows, perplexity, texts, trained, untrained
 from support.gates import needs_compiler, needs_vnni
 from support.lowering import fp32_specs
+from support.quantization import few_bits
 from support.tolerances import (
     ATOL_RTOL_LOGITS,
     PERPLEXITY_FP16,
@@ -22,8 +23,9 @@ from support.tolerances import (
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.errors import InputError, ProgramError
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
-from coreml_delegate.llm.generator import Ending, Generator, Sampler, Sampling
+from coreml_delegate.llm.generator import Ending, Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.sampling import Sampler, Sampling
 from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.program.pte import PteProgram
@@ -44,7 +46,7 @@ def lowered(precision: Precision, layout: Layout = LAYOUT, *, linear: str = "non
     decoder.load_state_dict(trained().state_dict())
     decoder.requires_grad_(False)
     if linear != "none":
-        quantize_weights(decoder, linear=linear, embedding="int8", group=32)
+        quantize_weights(decoder, **few_bits(linear, "int8", group=32))
     specs = fp32_specs(compute_precision=precision, minimum_deployment_target=Opset.iOS18)
     partitioner = CoreMLPartitioner(compile_specs=specs, lower_full_graph=True)
     return lower(export_methods(decoder, layout), layout, partitioner).buffer

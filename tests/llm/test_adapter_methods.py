@@ -15,6 +15,7 @@ from support.adapters import Matrices, matrices, merged, save_adapter
 from support.checkpoints import CONFIG, tiny_model
 from support.llm_families import FAMILIES
 from support.lowering import fp32_specs
+from support.quantization import few_bits
 from support.tolerances import SQNR_FP16, logits_bounds, sqnr_db
 
 from coreml_delegate import CoreMLPartitioner
@@ -88,7 +89,7 @@ def exported(
     )
     decoder = Decoder(tiny_model(kind, **changes), context=CONTEXT)
     adapters = [fit_adapter(decoder, file) for file in files]
-    quantize_weights(decoder, linear=linear, embedding="none", group=16)
+    quantize_weights(decoder, **few_bits(linear))
     layout = Layout(CONFIG["vocab_size"], CONTEXT, CHUNK, cache, adapters=tuple(names))
     specs = fp32_specs(compute_precision=precision, minimum_deployment_target=Opset.iOS18)
     partitioner = CoreMLPartitioner(compile_specs=specs, lower_full_graph=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.checkpoints import CONFIG, tiny_model
 from support.lowering import Function, fp32_specs, lower_unchecked
+from support.quantization import few_bits
 from support.tolerances import SQNR_FP16, logits_bounds, sqnr_db
 
 from coreml_delegate import CoreMLPartitioner, runtime
@@ -15,8 +16,9 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.llm.candidates import Candidates, Selection
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
-from coreml_delegate.llm.generator import Generator, Sampler, Sampling
+from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.sampling import Sampler, Sampling
 from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.targets import Opset
 
@@ -35,7 +37,7 @@ def lowered(
 ) -> bytes:
     model = tiny_model("llama", num_hidden_layers=1)
     decoder = Decoder(model, context=48)
-    quantize_weights(decoder, linear=linear, embedding="none", group=16)
+    quantize_weights(decoder, **few_bits(linear))
     layout = Layout(CONFIG["vocab_size"], 48, 4, cache, selection=selection)
     specs = fp32_specs(compute_precision=precision, minimum_deployment_target=Opset.iOS18)
     partitioner = CoreMLPartitioner(compile_specs=specs, lower_full_graph=True)

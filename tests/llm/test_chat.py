@@ -21,8 +21,9 @@ from coreml_delegate.errors import InputError, OptionError
 from coreml_delegate.llm.chat import ChatTokenizer, Conversation, Message
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods, lower
-from coreml_delegate.llm.generator import Ending, Generator, Sampler, Sampling
+from coreml_delegate.llm.generator import Ending, Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.sampling import Sampler, Sampling
 from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.targets import Opset
 

@@ -20,6 +20,7 @@ from support.encoder_decoder_families import (
 )
 from support.multimethod import IOS18
 from support.multimethod import specs as specs_of
+from support.quantization import few_bits
 from support.tolerances import SQNR_FP16, SQNR_FP32, SQNR_INT8, logits_bounds, sqnr_db
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
@@ -172,7 +173,7 @@ def test_t5_does_not_overflow_in_fp16(name, factor):
 @pytest.mark.parametrize("linear", ["int8", "int4"])
 def test_quantized_weights_are_those_of_torchao(name, linear):
     made = prepared(name)
-    quantize_weights(made, linear=linear, embedding="int8", group=16)
+    quantize_weights(made, **few_bits(linear, "int8"))
     generator = Generator.load(lowered(made))
     generator.encode(given(name))
     actual = generator.feed(PROMPT[:CHUNK])

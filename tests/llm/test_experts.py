@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.checkpoints import save, tiny_model
 from support.llm_families import FAMILIES
+from support.quantization import few_bits
 from support.tolerances import ATOL_RTOL_LOGITS
 from torch import nn
 
@@ -89,7 +90,7 @@ def test_experts_are_quantized_and_their_routers_are_not(linear):
     decoder = Decoder(tiny_model(name, **FAMILIES[name].changes), context=64)
     modules = [m for m in decoder.modules() if isinstance(m, Experts)]
     before = [m.last.weight for m in modules]
-    quantize_weights(decoder, linear=linear, embedding="none", group=16)
+    quantize_weights(decoder, **few_bits(linear))
     kept: Any = routers(decoder)
     assert len(kept) == len(modules) == 2
     assert all(type(router.weight) is nn.Parameter for router in kept)
@@ -107,7 +108,7 @@ def test_inputs_of_an_expert_have_scales_of_their_own():
     holder: Any = nn.Module()
     holder.layer, holder.language_modules = module, holder.named_modules
     holder.embedding = holder.head = nn.Embedding(2, 2)
-    quantize_weights(holder, linear="int8", embedding="none", group=16)
+    quantize_weights(holder, **few_bits("int8"))
     found: Any = module.weight
     torch.testing.assert_close(
         found.dequantize()[:, 8:], torch.full((4, 8), 1e-4), rtol=0.01, atol=0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.checkpoints import save, tiny_model
 from support.llm_families import FAMILIES
+from support.quantization import few_bits
 from support.tolerances import ATOL_RTOL_LOGITS
 from torch import nn
 
@@ -63,7 +64,7 @@ def test_weights_are_quantized_as_torchao_does(linear, group, tmp_path, monkeypa
 
     monkeypatch.setattr(export, "_CHUNK", 7 * 32)
     decoder, model = load(tmp_path, tie_word_embeddings=True)
-    quantize_weights(decoder, linear=linear, embedding="int8", group=group)
+    quantize_weights(decoder, **few_bits(linear, "int8", group=group))
 
     def expected(dtype, granularity, chosen):
         config = torchao.IntxWeightOnlyConfig(weight_dtype=dtype, granularity=granularity)

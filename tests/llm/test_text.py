@@ -1,4 +1,4 @@
-"""Tokenizers, text streams, sampling, and the layout that a .pte declares."""
+"""Tokenizers, text streams, and the layout that a .pte declares."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coreml_delegate.errors import OptionError, ProgramError
-from coreml_delegate.llm.generator import Sampler, Sampling, write_rows
+from coreml_delegate.llm.generator import write_rows
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.tokenizer import (
     ByteTokenizer,
@@ -90,48 +90,6 @@ def test_the_tokenizer_must_fit_the_model(file, tmp_path):
     (tmp_path / "none.json").write_text("{}")
     with pytest.raises(OptionError, match="cannot read a tokenizer from"):
         FileTokenizer(tmp_path / "none.json")
-
-
-def test_draws_have_the_right_distribution():
-    logits = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
-    sampler = Sampler(Sampling(temperature=1.0))
-    drawn = torch.bincount(torch.tensor([sampler(logits) for _ in range(4000)])) / 4000
-    torch.testing.assert_close(drawn, logits.exp(), atol=0.04, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("sampling", "drawn"),
-    [
-        (Sampling(), {1}),
-        (Sampling(temperature=1.0, top_k=1), {1}),
-        (Sampling(temperature=1.0, top_k=2), {1, 3}),
-        (Sampling(temperature=1.0, top_p=0.35), {1}),
-        (Sampling(temperature=1.0, top_p=0.75), {1, 2, 3}),
-        (Sampling(temperature=1.0, top_k=3, top_p=0.7), {1, 3}),
-        (Sampling(temperature=0.01), {1}),
-        (Sampling(temperature=100.0), {0, 1, 2, 3}),
-    ],
-)
-def test_top_k_and_top_p_limit_the_draw(sampling, drawn):
-    logits = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
-    sampler = Sampler(sampling)
-    assert {sampler(logits) for _ in range(200)} == drawn
-
-
-def test_equal_seeds_draw_equal_tokens():
-    logits = torch.zeros(1000)
-    first, again, other = (Sampler(Sampling(1.0, seed=seed)) for seed in (5, 5, 6))
-    tokens = [[sampler(logits) for _ in range(8)] for sampler in (first, again, other)]
-    assert tokens[0] == tokens[1] != tokens[2]
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}],
-)
-def test_sampling_settings_out_of_range_are_refused(setting):
-    with pytest.raises(OptionError, match=f"{next(iter(setting))} is out of range"):
-        Sampling(**setting)
 
 
 def outputs(value):

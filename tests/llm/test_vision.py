@@ -13,6 +13,7 @@ from llm import vision_table
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_sample_image
 from support.lowering import fp32_specs
+from support.quantization import few_bits
 from support.text_tokenizer import save_tokenizer, text_of
 from support.tolerances import ATOL_RTOL, SQNR_FP16, logits_bounds, sqnr_db
 from support.vision_families import (
@@ -123,7 +124,7 @@ def test_fp16_and_states_stay_close(name, cache):
 def test_few_bits_are_for_the_language_model_alone(linear, embedding):
     """Tower and projector stay as they are: groups do not divide the layers of common towers."""
     decoder = decoder_of("smolvlm")
-    quantize_weights(decoder, linear=linear, embedding=embedding, group=16)
+    quantize_weights(decoder, **few_bits(linear, embedding))
     generator = Generator.load(lowered(decoder), engine="reference")
     with torch.no_grad():
         tokens = whole_text("smolvlm", PROMPT)

@@ -23,8 +23,9 @@ from coreml_delegate.targets import Opset
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_mode_has_a_configuration_of_one_method(form):
-    number = {"codebook-N": "4", "palettize-N": "4", "prune-N": "50"}.get(form, "32")
-    name = form.replace("N", number)
+    family = form.partition("-")[0]
+    number = {"codebook": "4", "palettize": "4", "prune": "50"}.get(family, "32")
+    name = form.replace("N", number).replace("M", "16")
     mode = mode_of(name)
     assert mode.name == name
     made = {
@@ -47,6 +48,9 @@ def test_numbers_in_names_set_attributes():
     assert mode_of("prune-75").sparsity == 0.75
     assert torchao_config(mode_of("int8-group16")).granularity.group_size == 16
     assert torchao_config(mode_of("codebook-3")).dtype is torch.uint3
+    grouped = mode_of("codebook-4-group16")
+    assert (grouped.bits, grouped.rows_per_table, grouped.group_size) == (4, 16, None)
+    assert torchao_config(grouped).block_size == [16, -1]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,7 @@ def test_numbers_in_names_set_attributes():
         ),
         ("palettize-5", "expected 1, 2, 3, 4, 6, 8"),
         ("codebook-9", "expected 1 to 8"),
+        ("codebook-4-group1", "codebook-N-groupM does not take this number"),
         ("prune--5", "expected 1 to 99"),
         ("int4-groupN", "unknown quantization mode"),
     ],
@@ -91,6 +96,30 @@ def test_the_longest_path_counts():
     assert assignment.newest is assignment.mode
     assert not assignment.activations
     assert QuantizationAssignment(mode_of("int8-static")).activations
+
+
+def test_paths_with_stars_apply_to_the_modules_of_every_layer():
+    int4, int8, table = map(mode_of, ("int4-channel", "int8-channel", "codebook-4"))
+    assignment = QuantizationAssignment(
+        int4, {"layers.*.down": int8, "layers.0": None, "layers.1*.down": table, "layers.*": int4}
+    )
+    assert assignment.mode_for("layers.0.up") is None
+    assert assignment.mode_for("layers.0.down") is int8  # more names than layers.0
+    assert assignment.mode_for("layers.12.down.part") is table  # more characters than layers.*.down
+    assert assignment.mode_for("layers.2.inner.down") is int4  # a star is a part of one name
+    assert assignment.mode_for("layers") is int4
+
+
+def test_paths_with_stars_choose_modules_for_pt2e():
+    modes = {"block.*": None, "*.output": mode_of("int8-weight")}
+    settings = read_config(
+        quantizer_config_of(QuantizationAssignment(mode_of("int4-weight"), modes))
+    )
+    first, second = settings.by_name
+    assert re.fullmatch(first, "block.output")
+    assert not re.fullmatch(first, "block.inner.output")
+    assert re.fullmatch(second, "block.output")
+    assert settings.by_name[second] is None  # it has fewer characters, so it comes last
 
 
 def test_assignments_round_trip_through_files(tmp_path):

@@ -42,6 +42,7 @@ _LINES = (
     ("convert add.mlir -o add.mlpackage", ("jax",)),
     ("export-llm --random llama.json --context 32 -o llm.pte", ("llm",)),
     ("generate llm.pte --prompt 1,2 --max-new-tokens 2", ("llm",)),
+    ("evaluate llm.pte --text add.mlir --max-windows 1", ("llm",)),
     ("sweep sweep.toml --workers 1 -o swept", ("cluster",)),
     ("demo -o demo --repeat 1", ("vision",)),
 )

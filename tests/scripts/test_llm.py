@@ -161,6 +161,20 @@ def test_equal_seeds_give_equal_texts(program, capsys):
     assert texts(1) == texts(1) != texts(2)
 
 
+def test_probabilities_are_written(program, capsys):
+    options = ["--logprobs", "2", "--repetition-penalty", "1.5", "--json"]
+    assert generate(program, "--max-new-tokens", "4", *options) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [entry["token"] for entry in document["logprobs"]] == document["tokens"]
+    for entry in document["logprobs"]:
+        (_, first), (_, second) = entry["most_probable"]
+        assert first >= second
+        assert entry["logprob"] <= first < 0
+    with pytest.raises(SystemExit):
+        generate(program, "--logprobs", "2")
+    assert "--logprobs needs --json" in capsys.readouterr().err
+
+
 def test_a_full_context_is_a_warning(program, capsys):
     assert generate(program, "--json") == 0
     captured = capsys.readouterr()
@@ -226,6 +240,15 @@ def test_programs_without_a_language_model_are_refused(folder, capsys):
         ({"model_type": "recurrent_gemma"}, [], "does not compute with a cache of keys and values"),
         ({}, ["--context", "65"], "got --context 65, expected at most 64"),
         ({}, ["--quantize", "int4", "--group-size", "5"], "groups of weights do not divide"),
+        ({}, ["--quantize", "int5"], "unknown quantization mode: got 'int5'"),
+        ({}, ["--quantize", "palettize-4"], "palettize-4 does not quantize modules of PyTorch"),
+        ({}, ["--quantize", "int8", "--group-size", "16"], "--group-size belongs to int4"),
+        ({}, ["--quantize-config", "none.json"], "cannot read none.json"),
+        (
+            {},
+            ["--embedding-quantize", "codebook-4", "--deployment-target", "iOS17"],
+            "--deployment-target must be iOS18 or higher for codebook-4",
+        ),
     ],
 )
 def test_invalid_export_options_are_refused(changes, options, message, tmp_path, capsys):

@@ -24,14 +24,14 @@ _HELD_OUT = 8  # one in so many strings is not trained on
 _BATCH, _LENGTH = 16, 64
 
 
-def untrained() -> Decoder:
+def untrained(width: int = 96, layers: int = 2) -> Decoder:
     """The model before training, the same every time."""
     config = transformers().AutoConfig.for_model(
         "llama",
         vocab_size=256,
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=CONTEXT,
@@ -64,9 +64,18 @@ def _docstrings(path: Path) -> list[str]:
 
 
 @functools.cache
-def trained(steps: int = 160) -> Decoder:
-    """The model after training, the same every time; not to be modified."""
-    decoder = untrained().requires_grad_(True)
+def trained(
+    steps: int = 160, width: int = 96, layers: int = 2, *, length: int = _LENGTH
+) -> Decoder:
+    """The model after training, the same every time; not to be modified.
+
+    Args:
+        steps: Number of batches.
+        width: Width of the model.
+        layers: Number of layers.
+        length: Tokens of each text of a batch.
+    """
+    decoder = untrained(width, layers).requires_grad_(True)
     with torch.no_grad():
         for linear in (m for m in decoder.model.model.modules() if isinstance(m, nn.Linear)):
             linear.weight.mul_(5)  # random weights are made for wider models
@@ -77,8 +86,8 @@ def trained(steps: int = 160) -> Decoder:
         optimizer, max_lr=6e-3, total_steps=steps, pct_start=0.1
     )
     for _ in range(steps):
-        starts = torch.randint(len(data) - _LENGTH - 1, (_BATCH,), generator=random)
-        rows = torch.stack([data[start : start + _LENGTH + 1] for start in starts.tolist()])
+        starts = torch.randint(len(data) - length - 1, (_BATCH,), generator=random)
+        rows = torch.stack([data[start : start + length + 1] for start in starts.tolist()])
         optimizer.zero_grad()
         loss = functional.cross_entropy(decoder(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         loss.backward()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from coreml_delegate.patches.third_party import coremltools, quiet_import
+from coreml_delegate.quantization import QuantizationAssignment, mode_of
 
 _CT = coremltools()
 with quiet_import():
@@ -32,6 +33,7 @@ __all__ = [
     "config",
     "convert_pt2e",
     "exported",
+    "few_bits",
     "layer",
     "prepare_pt2e",
     "prepare_qat_pt2e",
@@ -77,3 +79,15 @@ def quantized(
         for sample in calibration or (inputs,):
             prepared(*sample)
         return quantizer, convert_pt2e(prepared)
+
+
+def few_bits(linear: str, embedding: str = "none", *, group: int = 16) -> dict[str, Any]:
+    """Return keywords of ``quantize_weights``, from the short names of ``export-llm``."""
+    names = {"int4": f"int4-group{group}", "int8": "int8-channel"}
+    layers, table = (
+        None if name == "none" else mode_of(names.get(name, name)) for name in (linear, embedding)
+    )
+    return {
+        "linear": None if layers is None else QuantizationAssignment(layers),
+        "embedding": table,
+    }

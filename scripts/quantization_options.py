@@ -15,9 +15,12 @@ from coreml_delegate.errors import CoreMLDelegateError, OptionError
 from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.quantization import FORMS, QuantizationAssignment, mode_of
 from coreml_delegate.scripts import arguments, console
+from coreml_delegate.targets import Opset
 
 if TYPE_CHECKING:
     from coreml_delegate.exported.source_model import SourceModel
+    from coreml_delegate.llm.decoder import Decoder
+    from coreml_delegate.llm.encoder_decoder import EncoderDecoder
     from coreml_delegate.runtime.mil.program import Feature
 
 _CALIBRATION = (
@@ -27,6 +30,9 @@ _CALIBRATION = (
     "returns samples to iterate over"
 )
 _DEFAULT_SAMPLES = 128
+CALIBRATED = ("gptq-4", "skm-4")
+"""Modes of ``llm.calibrated_weights``; a copy, because importing that takes seconds."""
+
 _MAX_LISTED = 3  # modules listed in a warning
 
 
@@ -169,6 +175,76 @@ def _assignment(text: str) -> QuantizationAssignment:
         return QuantizationAssignment(mode_of(text))
     except OptionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# Language models
+
+
+def add_calibration_text(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[reportPrivateUsage] - groups have no public type
+    """Declare ``--calibration`` of a language model."""
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE.txt",
+        help=f"text in UTF-8, by which {' and '.join(CALIBRATED)} choose the weights",
+    )
+
+
+def calibration_text(args: argparse.Namespace, target: Opset) -> str | None:
+    """Return the text to calibrate a language model with, or None.
+
+    Args:
+        args: Of ``export-llm``.
+        target: The deployment target.
+
+    Raises:
+        OptionError: The options do not fit the mode, or the file is not a text in UTF-8.
+    """
+    mode, file, checkpoint = args.quantize, args.calibration, args.checkpoint
+    if mode not in CALIBRATED:
+        if file is None:
+            return None
+        raise OptionError(
+            "--calibration belongs to other modes",
+            got=f"--quantize {mode}",
+            expected=" or ".join(CALIBRATED),
+        )
+    if file is None:
+        raise OptionError(f"{mode} needs a text", remedy="Pass --calibration FILE.txt")
+    name = arguments.TOKENIZERS[0]
+    if checkpoint is None or not (checkpoint / name).is_file():
+        raise OptionError(
+            f"{mode} needs the tokenizer of the checkpoint",
+            got=f"no {name} in {checkpoint}" if checkpoint else "--random",
+            remedy=f"Put the model's {name} into the folder of the checkpoint",
+        )
+    if target < Opset.iOS18:
+        raise OptionError(
+            f"--deployment-target must be {Opset.iOS18.name} or higher for {mode}", got=target.name
+        )
+    return arguments.read_text(file)
+
+
+def calibrate(
+    model: Decoder | EncoderDecoder, text: str, args: argparse.Namespace, group: int
+) -> None:
+    """Compress the weights of a language model with a calibration text.
+
+    Raises:
+        CoreMLDelegateError: See ``calibrate_weights``; or the model has an encoder.
+    """
+    from coreml_delegate.llm.calibrated_weights import calibrate_weights
+    from coreml_delegate.llm.decoder import Decoder
+    from coreml_delegate.llm.tokenizer import FileTokenizer
+
+    if not isinstance(model, Decoder):
+        raise OptionError(f"{args.quantize} is for models without an encoder")
+    tokens = FileTokenizer(args.checkpoint).encode(text)
+    with console.step("Calibrating the weights"):
+        calibrate_weights(model, args.quantize, tokens, group=group)
+
+
+# Summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,7 @@ def protect_recorded_weights(
         _warn(name, "the program stores a value that is computed from it")
     copied = program.run_decompositions({})
     nodes = {key: node for node, key, _ in stored_constants(copied)}
-    nodes_of_records = {node: key for key, node in nodes.items() if _PREFIX in key}
+    nodes_of_records = {node: key for key, node in nodes.items() if is_record(key)}
     _rename_buffers(copied, nodes_of_records)
     constants = frozenset(nodes.values()) if constants_inside else frozenset[Node]()
     for name, node in nodes.items():
@@ -207,6 +207,11 @@ def protect_recorded_weights(
     remove_unused(copied, nodes_of_records)
     copied.graph_module.recompile()
     return copied
+
+
+def is_record(name: str) -> bool:
+    """Return whether a buffer of this name belongs to the record of a weight."""
+    return _PREFIX in name
 
 
 def _rename_buffers(program: ExportedProgram, buffers: Mapping[Node, str]) -> None:

@@ -17,9 +17,10 @@ from coreml_delegate.quantization import (
     QuantizationMode,
     mode_of,
 )
-from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import check_outputs, new_output
 from coreml_delegate.scripts.commands import Command, add_number, add_path
+from coreml_delegate.scripts.quantization_options import CALIBRATED
 from coreml_delegate.targets import Opset
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         default=_NONE,
         metavar="MODE",
         help=f"linear layers: {_NONE} (default), int4 (int4-groupN with N of --group-size), int8 "
-        f"(int8-channel), {forms}",
+        f"(int8-channel), {forms}; with --calibration {' or '.join(CALIBRATED)}",
     )
     add_path(
         choice,
@@ -145,8 +146,13 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         "FILE.json",
         "a mode for each linear layer, by path with * (docs/quantization.md has the form)",
     )
+    quantization_options.add_calibration_text(group)
     add_number(
-        group, "--group-size", "N", f"inputs that share a scale with int4 (default: {_GROUP})"
+        group,
+        "--group-size",
+        "N",
+        "inputs that share a scale with int4 and gptq-4, outputs that share a table with skm-4 "
+        f"(default: {_GROUP})",
     )
     group.add_argument(
         "--embedding-quantize",
@@ -165,11 +171,12 @@ def _modes(
     Raises:
         OptionError: A mode is unknown, or does not fit the other options.
     """
-    uses_groups = "int4" in (args.quantize, args.embedding_quantize)
+    uses_groups = not {"int4", *CALIBRATED}.isdisjoint((args.quantize, args.embedding_quantize))
     if args.group_size is not None and not uses_groups:
         raise OptionError("--group-size belongs to int4", got=f"--quantize {args.quantize}")
     short = {"int4": f"int4-group{args.group_size or _GROUP}", "int8": "int8-channel"}
-    names = [short.get(name, name) for name in (args.quantize, args.embedding_quantize)]
+    linear_name = _NONE if args.quantize in CALIBRATED else args.quantize
+    names = [short.get(name, name) for name in (linear_name, args.embedding_quantize)]
     linear, embedding = (None if name == _NONE else mode_of(name) for name in names)
     if args.quantize_config is not None:
         assignment = QuantizationAssignment.read(args.quantize_config)
@@ -193,6 +200,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.checkpoint is None) == (args.random is None):
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
     linear, embedding = _modes(args)
+    text = quantization_options.calibration_text(args, _target(args))
     tokenizer = _tokenizer(args)
     check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
@@ -203,6 +211,8 @@ def run(args: argparse.Namespace) -> int:
         decoder, layout = _model(args, files)
         adapters = _fit(decoder, files)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    if text is not None:
+        quantization_options.calibrate(decoder, text, args, args.group_size or _GROUP)
     with console.step("Quantizing the weights"):
         quantize_weights(decoder, linear=linear, embedding=embedding)
     partitioner = _partitioner(args, layout)

@@ -155,7 +155,12 @@ def _gptq(
         "coremltools.optimize.torch.layerwise_compression.algorithms"
     )
     config = algorithms.ModuleGPTQConfig.from_dict(
-        {"weight_dtype": "uint4", "granularity": "per_block", "block_size": group}
+        {
+            "weight_dtype": "uint4",
+            "granularity": "per_block",
+            "block_size": group,
+            "use_activation_order_heuristic": True,
+        }
     )
     blocks: dict[str, list[str]] = {}
     for name in layers:
@@ -178,6 +183,7 @@ def _gptq(
             solver.cleanup()
 
 
+@torch.enable_grad()
 def _sensitive_k_means(
     decoder: Decoder, layers: Mapping[str, Any], pieces: Sequence[torch.Tensor], group: int
 ) -> None:

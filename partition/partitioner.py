@@ -21,6 +21,7 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.exported.module_scope import Scope, scopes_of
 from coreml_delegate.lowering.delegation_tags import remove_tags
 from coreml_delegate.lowering.store import CachedBlob, Outcome
+from coreml_delegate.opaque_ops.recorded_compression import warn_of_records
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.options.declaration import documented, options_of, takes
@@ -246,6 +247,7 @@ class CoreMLPartitioner(Partitioner):
                     remedy="Lower with to_edge_transform_and_lower",
                 )
             logger.warning(_DECOMPOSED)
+            warn_of_records(program)
         self._notes.note_modules(program)
         self._options.filters.check_patterns(self._notes.modules)
         if self._options.measures_precision:

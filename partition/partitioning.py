@@ -19,6 +19,7 @@ from coreml_delegate.lowering.store import CachedBlob
 from coreml_delegate.opaque_ops import restore_refused
 from coreml_delegate.opaque_ops.compressed_weights import require_target, unwrap_tensor_subclasses
 from coreml_delegate.opaque_ops.control_flow import Lowered, protect_control_flow, with_constants
+from coreml_delegate.opaque_ops.recorded_compression import protect_recorded_weights
 from coreml_delegate.opaque_ops.recurrent_layers import protect_recurrent_layers
 from coreml_delegate.ops import Reason, record_of, required_opset
 from coreml_delegate.ops.boundary import is_row_major
@@ -114,6 +115,9 @@ def _transform(
     )
     if program is not folded:
         program = fold(program)
+    program = protect_recorded_weights(
+        program, target, veto=options.filters.refusal, constants_inside=constants_inside
+    )
     return restore_refused(
         program, target, veto=options.filters.refusal, constants_inside=constants_inside
     )

@@ -24,6 +24,7 @@ from coreml_delegate.errors import LoweringError
 from coreml_delegate.exported.source_lines import source_of
 from coreml_delegate.lowering.subgraph import call_of, program_of
 from coreml_delegate.opaque_ops import is_protected, restore_all
+from coreml_delegate.opaque_ops.recorded_compression import restore_recorded_weights
 from coreml_delegate.opaque_ops.recurrent_layers import require_fixed_steps
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.ops.call import called_target, is_placeholder_op, overload_of, target_name
@@ -52,6 +53,7 @@ def decompose_undelegated(program: ExportedProgram, preserved: Collection[OpOver
     in_branches = {op for op in preserved if torch.Tag.core not in op.tags}
     at_root = {op for op in in_branches if not has_kernel(op)}
     for module in _modules_outside_delegates(program.graph_module):
+        restore_recorded_weights(module.graph)
         ops = at_root if module is program.graph_module else in_branches
         calls = [
             node

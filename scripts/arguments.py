@@ -251,6 +251,18 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file in UTF-8.
+
+    Raises:
+        OptionError: It is not in UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{path} is not a text in UTF-8", got=str(error)) from error
+
+
 def tokenizer_of(args: argparse.Namespace) -> Path | None:
     """Return the path of a language model's tokenizer; None if its tokens are bytes."""
     copy = beside(args.program, TOKENIZERS[0])

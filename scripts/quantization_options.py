@@ -22,9 +22,12 @@ from coreml_delegate.quantization import (
     mode_of,
 )
 from coreml_delegate.scripts import arguments, console
+from coreml_delegate.targets import Opset
 
 if TYPE_CHECKING:
     from coreml_delegate.exported.source_model import SourceModel
+    from coreml_delegate.llm.decoder import Decoder
+    from coreml_delegate.llm.encoder_decoder import EncoderDecoder
     from coreml_delegate.runtime.mil.program import Feature
 
 _CALIBRATION = (
@@ -36,6 +39,9 @@ _CALIBRATION = (
 _DEFAULT_SAMPLES = 128
 _GROUP = 32
 _NONE = "none"
+CALIBRATED = ("gptq-4", "skm-4")
+"""Modes of ``llm.calibrated_weights``; a copy, because importing that takes seconds."""
+
 _MAX_LISTED = 3  # modules listed in a warning
 
 
@@ -69,9 +75,16 @@ def add_mode(parser: argparse.ArgumentParser) -> None:
     add_calibration(parser, _CALIBRATION)
 
 
-def add_weight_modes(parser: argparse.ArgumentParser) -> None:
-    """Declare the modes of the linear layers and of the embedding of a language model."""
-    forms = ", ".join(MODULE_FORMS)
+def add_weight_modes(parser: argparse.ArgumentParser, *, calibrated: bool = False) -> None:
+    """Declare the modes of the linear layers and of the embedding of a language model.
+
+    Args:
+        parser: The parser.
+        calibrated: Whether a text may choose the weights.
+    """
+    names = ", ".join(MODULE_FORMS)
+    if calibrated:
+        names += f"; with --calibration {' or '.join(CALIBRATED)}"
     group = parser.add_argument_group("weights in few bits")
     choice = group.add_mutually_exclusive_group()
     choice.add_argument(
@@ -79,7 +92,7 @@ def add_weight_modes(parser: argparse.ArgumentParser) -> None:
         default=_NONE,
         metavar="MODE",
         help=f"linear layers: {_NONE} (default), int4 (int4-groupN with N of --group-size), int8 "
-        f"(int8-channel), {forms}",
+        f"(int8-channel), {names}",
     )
     choice.add_argument(
         "--quantize-config",
@@ -91,8 +104,23 @@ def add_weight_modes(parser: argparse.ArgumentParser) -> None:
         "--group-size",
         type=arguments.positive,
         metavar="N",
-        help=f"inputs that share a scale with int4 (default: {_GROUP})",
+        help=f"inputs that share a scale with int4 (default: {_GROUP})"
+        + ("; the same with gptq-4; outputs that share a table with skm-4" if calibrated else ""),
     )
+    if calibrated:
+        group.add_argument(
+            "--calibration",
+            type=Path,
+            metavar="FILE.txt",
+            help=f"text in UTF-8, for {', '.join(CALIBRATED)} and --budget",
+        )
+        group.add_argument(
+            "--budget",
+            type=float,
+            metavar="PERPLEXITY",
+            help="largest perplexity of the text of --calibration: the layers that lose most get 8 "
+            "bits in place of --quantize (default: int4), as few as suffice",
+        )
     group.add_argument(
         "--embedding-quantize",
         default=_NONE,
@@ -114,11 +142,17 @@ def weight_modes_of(
     Raises:
         OptionError: A mode is unknown, or does not fit the other options.
     """
-    uses_groups = "int4" in (args.quantize, args.embedding_quantize)
+    has_budget = getattr(args, "budget", None) is not None
+    linear_name: str = args.quantize
+    if has_budget and linear_name == _NONE:
+        linear_name = "int4"
+    uses_groups = not {"int4", *CALIBRATED}.isdisjoint((linear_name, args.embedding_quantize))
     if args.group_size is not None and not uses_groups:
         raise OptionError("--group-size belongs to int4", got=f"--quantize {args.quantize}")
     short = {"int4": int4 or f"int4-group{args.group_size or _GROUP}", "int8": "int8-channel"}
-    chosen: tuple[str, str] = (args.quantize, args.embedding_quantize)
+    if linear_name in CALIBRATED and hasattr(args, "calibration"):
+        linear_name = _NONE
+    chosen: tuple[str, str] = (linear_name, args.embedding_quantize)
     names = [short.get(name, name) for name in chosen]
     linear, embedding = (None if name == _NONE else mode_of(name) for name in names)
     if args.quantize_config is not None:
@@ -247,6 +281,97 @@ def _assignment(text: str) -> QuantizationAssignment:
         return QuantizationAssignment(mode_of(text))
     except OptionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# Language models
+
+
+def calibration_text(args: argparse.Namespace, target: Opset) -> str | None:
+    """Return the text to calibrate a language model with, or None.
+
+    Args:
+        args: Of ``export-llm``.
+        target: The deployment target.
+
+    Raises:
+        OptionError: The options do not fit the mode, or the file is not a text in UTF-8.
+    """
+    mode, file, checkpoint = args.quantize, args.calibration, args.checkpoint
+    has_budget = args.budget is not None
+    if mode not in CALIBRATED and not has_budget:
+        if file is None:
+            return None
+        raise OptionError(
+            "there is nothing to calibrate",
+            got=f"--quantize {mode}",
+            expected=f"{' or '.join(CALIBRATED)}, or --budget",
+        )
+    reader = "--budget" if has_budget else mode
+    if has_budget and (mode in CALIBRATED or args.quantize_config is not None):
+        raise OptionError(
+            "--budget chooses the mode of each layer",
+            got=f"--quantize {mode}" if mode in CALIBRATED else "--quantize-config",
+            expected="a mode such as int4, from which it begins",
+        )
+    if file is None:
+        raise OptionError(f"{reader} needs a text", remedy="Pass --calibration FILE.txt")
+    name = arguments.TOKENIZERS[0]
+    if checkpoint is None or not (checkpoint / name).is_file():
+        raise OptionError(
+            f"{reader} needs the tokenizer of the checkpoint",
+            got=f"no {name} in {checkpoint}" if checkpoint else "--random",
+            remedy=f"Put the model's {name} into the folder of the checkpoint",
+        )
+    if mode in CALIBRATED and target < Opset.iOS18:
+        raise OptionError(
+            f"--deployment-target must be {Opset.iOS18.name} or higher for {mode}", got=target.name
+        )
+    return arguments.read_text(file)
+
+
+def calibrate(
+    model: Decoder | EncoderDecoder,
+    text: str,
+    args: argparse.Namespace,
+    linear: QuantizationAssignment | None,
+) -> QuantizationAssignment | None:
+    """Compress the weights of a language model with a calibration text, or choose their modes.
+
+    Args:
+        model: The model.
+        text: The text.
+        args: Of ``export-llm``.
+        linear: Mode of the linear layers; None for a mode of ``CALIBRATED``.
+
+    Returns:
+        The modes to apply; None if the weights are compressed.
+
+    Raises:
+        CoreMLDelegateError: See ``calibrate_weights`` and ``assign_bits``; or the model has an
+            encoder.
+    """
+    from coreml_delegate.llm.bit_budget import assign_bits
+    from coreml_delegate.llm.calibrated_weights import calibrate_weights
+    from coreml_delegate.llm.decoder import Decoder
+    from coreml_delegate.llm.tokenizer import FileTokenizer
+
+    if not isinstance(model, Decoder):
+        raise OptionError("--calibration is for models without an encoder")
+    tokens = FileTokenizer(args.checkpoint).encode(text)
+    if linear is None:
+        with console.step("Calibrating the weights"):
+            calibrate_weights(model, args.quantize, tokens, group=args.group_size or _GROUP)
+        return None
+    with console.step("Measuring each layer in few bits"):
+        result = assign_bits(model, tokens, args.budget, linear.mode)
+    console.note(
+        f"perplexity {result.quantized:.4g}, in float {result.in_float:.4g}; "
+        f"{len(result.assignment.modules)} of {len(result.losses)} layers in more bits"
+    )
+    return result.assignment
+
+
+# Summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ bits, less the loss of the model in float.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,6 @@ from coreml_delegate.llm.evaluation import Predict, perplexity
 from coreml_delegate.llm.export import linear_layers, quantized_weight
 from coreml_delegate.llm.stored_weights import read_weights
 from coreml_delegate.quantization import QuantizationAssignment, QuantizationMode, mode_of
-
-Progress = Callable[[Iterable[str]], Iterable[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,6 @@ def assign_bits(
     tokens: Sequence[int],
     budget: float,
     mode: QuantizationMode,
-    *,
-    progress: Progress = iter,
 ) -> BudgetResult:
     """Choose the layers that get more bits than the others.
 
@@ -61,7 +57,6 @@ def assign_bits(
         tokens: The text.
         budget: Largest perplexity of the text.
         mode: Mode of the layers; those that lose most get its finer mode, ``mode.relief``.
-        progress: Wraps the layers' paths, to show progress.
 
     Raises:
         OptionError: The mode has no finer mode; or not even the finer mode keeps the perplexity.
@@ -79,7 +74,7 @@ def assign_bits(
             return perplexity(_predict(decoder), tokens, context=size)
 
     in_float = measure({})
-    losses = {path: math.log(measure({path: mode}) / in_float) for path in progress(list(layers))}
+    losses = {path: math.log(measure({path: mode}) / in_float) for path in layers}
     order = sorted(losses, key=lambda path: (-losses[path], path))
 
     def modes_of(count: int) -> dict[str, QuantizationMode]:

@@ -36,6 +36,7 @@ from coreml_delegate.llm.layout import TOKEN_EMBEDDING, CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.neural_engine import NeuralEngineDecoder, NeuralEngineForward
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
+from coreml_delegate.opaque_ops.recorded_compression import is_record
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.partition.export import lower_methods
 from coreml_delegate.patches.third_party import quiet_import, wrap_errors
@@ -73,13 +74,8 @@ def quantize_weights(
             divide a layer; or a path of the assignment has no linear layer.
     """
     table: Any = decoder.embedding.weight
-    vocabulary = [m for m in decoder.modules() if getattr(m, "weight", None) is table]
-    excluded = {*vocabulary, *routers(decoder)}
-    linears: dict[str, Any] = {
-        name.removeprefix("model."): module
-        for name, module in decoder.language_modules()
-        if isinstance(module, nn.Linear) and module not in excluded
-    }
+    vocabulary = _vocabulary(decoder)
+    linears = linear_layers(decoder)
     modes = {} if linear is None else _modes_by_layer(linears, linear)
     layers = [(name, linears[name], mode) for name, mode in modes.items()]
     if embedding is not None:
@@ -99,6 +95,22 @@ def quantized_weight(layer: Any, mode: QuantizationMode) -> Any:
     if isinstance(layer, LastLayers) and mode.group_size is None and not mode.codebook:
         mode = replace(mode, group_size=layer.inputs)
     return _quantize(layer.weight, mode)
+
+
+def linear_layers(decoder: Decoder | EncoderDecoder | TextEncoder) -> dict[str, Any]:
+    """Return the linear layers that ``quantize_weights`` quantizes, by path in the checkpoint."""
+    excluded = {*_vocabulary(decoder), *routers(decoder)}
+    return {
+        name.removeprefix("model."): module
+        for name, module in decoder.language_modules()
+        if isinstance(module, nn.Linear) and module not in excluded
+    }
+
+
+def _vocabulary(decoder: Decoder | EncoderDecoder | TextEncoder) -> list[nn.Module]:
+    """Return the embedding and the modules that share its weight."""
+    table: Any = decoder.embedding.weight
+    return [m for m in decoder.modules() if getattr(m, "weight", None) is table]
 
 
 def _modes_by_layer(
@@ -245,13 +257,15 @@ def lower(
 def drop_unused_buffers(program: ExportedProgram) -> None:
     """Remove unused buffers, for example rotary tables from ``vision``.
 
-    ExecuTorch removes unused parameters, but writes unused buffers into the file.
+    ExecuTorch removes unused parameters, but writes unused buffers into the file. Records of the
+    compression of weights stay, for the partitioner, which removes them.
     """
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     specs = program.graph_signature.input_specs
     for spec in list(specs):
         node = nodes.get(spec.arg.name)
-        if spec.kind is InputKind.BUFFER and node is not None and not node.users:
+        is_unused = spec.kind is InputKind.BUFFER and node is not None and not node.users
+        if is_unused and not is_record(str(spec.target)):
             program.graph.erase_node(node)
             specs.remove(spec)
             for tensors in (program.state_dict, program.constants):

@@ -25,6 +25,7 @@ from torch.fx import Node
 from coreml_delegate.dynamic_shapes.symbols import declare_sizes
 from coreml_delegate.lowering.states import make_states
 from coreml_delegate.opaque_ops.control_flow import PROTECTED, read_branches, write_branches
+from coreml_delegate.opaque_ops.recorded_compression import unite_recorded_weights
 from coreml_delegate.ops import record_of
 from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import BOUNDARY, CAST, NARROW, OpCall, target_name, unwrap_edge_op
@@ -52,6 +53,7 @@ def prepare(program: ExportedProgram, target: Opset | None) -> None:
         ContractError: See ``make_states``.
     """
     unite_copies(program)
+    unite_recorded_weights(program.graph)
     make_states(program)
     mark_stored(program)
     declare_sizes(program)

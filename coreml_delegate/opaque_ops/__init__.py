@@ -16,6 +16,7 @@ from coreml_delegate.opaque_ops import (
     compressed_weights,
     control_flow,
     control_flow_translation,
+    recorded_compression,
     recurrent_layers,
 )
 from coreml_delegate.ops import Reason
@@ -32,6 +33,7 @@ TRANSLATIONS: Mapping[str, Callable[[Any, Any], None]] = {
     **control_flow_translation.TRANSLATIONS,
     **recurrent_layers.TRANSLATIONS,
     **compressed_weights.TRANSLATIONS,
+    **recorded_compression.TRANSLATIONS,
 }
 """Translations of all opaque ops; each takes coremltools' context and the node."""
 

@@ -19,7 +19,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.ops import Reason, ReasonCode, obstacle
 from coreml_delegate.ops.call import DECOMPRESS, DEQUANTIZE_AFFINE, target_name
-from coreml_delegate.ops.compressed import blocks
+from coreml_delegate.ops.compressed import blocks, index_bits
 from coreml_delegate.ops.constants import is_derived, stored_nodes
 from coreml_delegate.ops.edits import arguments_of, become, insert, shape_of, value_of
 from coreml_delegate.ops.mil_ops import value_in
@@ -37,8 +37,8 @@ _LIBRARY.define(
 _LIBRARY.define("look_up(Tensor indices, Tensor tables) -> Tensor")
 
 _Array = NDArray[Any]
-_INTEGERS = ("int4", "uint4", "int8", "uint8")
-_INDEX_BITS = (1, 2, 3, 4, 6, 8)
+BYTES = ("int8", "uint8")
+INTEGERS = ("int4", "uint4", *BYTES)
 
 
 def unwrap_tensor_subclasses(program: ExportedProgram) -> ExportedProgram:
@@ -175,44 +175,84 @@ def _decompose(node: Node) -> None:
 
 def _translate_shift_scale(context: Any, node: Any) -> None:
     data, scale, offset, blocks, low, high = (value_in(context, name) for name in node.inputs)
-    value_range = int(low), int(high)
-    context.add(_emit_shift_scale(data, scale, offset, blocks, value_range, node.name))
+    shape = tuple(int(count) for count in blocks)
+    scale = np.reshape(scale, shape)
+    offset = None if offset is None else np.reshape(offset, shape)
+    context.add(emit_shift_scale(data, scale, offset, (int(low), int(high)), node.name))
 
 
 def _translate_look_up(context: Any, node: Any) -> None:
     indices, tables = (value_in(context, name) for name in node.inputs)
-    bits = next(bits for bits in _INDEX_BITS if 2**bits >= tables.shape[-2])
-    missing = 2**bits - tables.shape[-2]
-    padding = [(0, 0)] * (tables.ndim - 2) + [(0, missing), (0, 0)]
-    tables = np.pad(tables.astype(np.float32), padding)
-    indices = indices.astype(_numpy_type(f"uint{bits}"))
-    context.add(mb.constexpr_lut_to_dense(indices=indices, lut=tables, name=node.name))
+    context.add(emit_look_up(indices, tables.astype(np.float32), None, node.name))
 
 
-def _emit_shift_scale(
-    data: _Array,
+def emit_look_up(indices: _Array, tables: _Array, vector_axis: int | None, name: str) -> Any:
+    """Emit the lookup of constants, with indices in the fewest bits of MIL.
+
+    Args:
+        indices: Integers [*shape].
+        tables: [*blocks, entries, length]; before iOS18 only one table of numbers.
+        vector_axis: Dimension of the result along which vectors lie; None if length is 1.
+        name: Of the result.
+    """
+    tables, dtype = pad_tables(tables)
+    if is_blockwise():
+        axis = {} if vector_axis is None else {"vector_axis": np.int32(vector_axis)}
+        return mb.constexpr_lut_to_dense(
+            indices=indices.astype(dtype), lut=tables, name=name, **axis
+        )
+    width = np.arange(index_bits(tables.size), dtype=np.uint8)
+    bits = (indices.astype(np.uint8).reshape(-1, 1) >> width) & 1
+    return mb.constexpr_lut_to_dense(
+        indices=np.packbits(bits, bitorder="little"),
+        lut=tables.reshape(-1),
+        shape=np.array(indices.shape, np.uint32),
+        name=name,
+    )
+
+
+def pad_tables(tables: _Array) -> tuple[_Array, Any]:
+    """Return lookup tables with as many entries as indices have values, and the indices' dtype."""
+    bits = index_bits(tables.shape[-2])
+    padding = [(0, 0)] * (tables.ndim - 2) + [(0, 2**bits - tables.shape[-2]), (0, 0)]
+    return np.pad(tables, padding), _numpy_type(f"uint{bits}")
+
+
+def is_blockwise() -> bool:
+    """Return whether the opset that is converted to has compression by blocks."""
+    from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
+
+    return is_current_opset_version_compatible_with(coremltools().target(int(Opset.iOS18)))
+
+
+def emit_shift_scale(
+    data: Any,
     scale: _Array,
     offset: _Array | None,
-    blocks: Sequence[int],
     value_range: tuple[int, int],
     name: str,
 ) -> Any:
-    from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
+    """Emit ``scale * (data - offset)`` of constants, with data in the fewest bits of MIL.
 
-    shape = tuple(int(count) for count in blocks)
-    scale = np.asarray(scale, np.float32).reshape(shape)
-    offset = None if offset is None or not np.any(offset) else np.reshape(offset, shape)
-    blockwise = is_current_opset_version_compatible_with(coremltools().target(int(Opset.iOS18)))
-    data, offset = _narrow(data, offset, value_range, _INTEGERS if blockwise else _INTEGERS[2:])
-    if blockwise:
+    Args:
+        data: Integers [*shape].
+        scale: A number per block, of the rank of ``data``.
+        offset: Of the shape of ``scale``, or None for 0.
+        value_range: Smallest and largest value that ``data`` may have.
+        name: Of the result.
+    """
+    scale = np.asarray(scale, np.float32)
+    offset = None if offset is None or not np.any(offset) else offset
+    data, offset = narrow(data, offset, value_range, INTEGERS if is_blockwise() else BYTES)
+    if is_blockwise():
         offset_option = {} if offset is None else {"offset": offset}
         return mb.constexpr_blockwise_shift_scale(
             data=data, scale=scale, name=name, **offset_option
         )
     if offset is not None and not np.issubdtype(offset.dtype, np.integer):
         raise ValueError("zero points that are no integers of the weights' type need iOS18")
-    axis = next((axis for axis, count in enumerate(shape) if count > 1), 0)
-    offset = np.zeros(shape, data.dtype) if offset is None else offset
+    axis = next((axis for axis, count in enumerate(scale.shape) if count > 1), 0)
+    offset = np.zeros(scale.shape, data.dtype) if offset is None else offset
     scale, offset = (
         parameter.reshape(-1) if parameter.size > 1 else parameter.reshape(())
         for parameter in (scale, offset)
@@ -222,7 +262,7 @@ def _emit_shift_scale(
     )
 
 
-def _narrow(
+def narrow(
     data: _Array, offset: _Array | None, value_range: tuple[int, int], labels: Sequence[str]
 ) -> tuple[_Array, _Array | None]:
     """Return data in the first type that fits, and offset in the same type, or else in fp32."""

@@ -35,8 +35,10 @@ CAST = "aten._to_copy.default"
 CASTS = frozenset({CAST, "aten.to.dtype", "dim_order_ops._to_dim_order_copy.default"})
 DEQUANTIZE_AFFINE = "torchao.dequantize_affine.default"
 DEQUANTIZE_CODEBOOK = "quant.dequantize_codebook.default"
-DECOMPRESS = frozenset({DEQUANTIZE_AFFINE, DEQUANTIZE_CODEBOOK})
-"""The ops that turn weights compressed by ``quantize_`` into floats."""
+RECORDED_WEIGHT = "coreml_delegate.recorded_weight.default"
+DECOMPRESS = frozenset({DEQUANTIZE_AFFINE, DEQUANTIZE_CODEBOOK, RECORDED_WEIGHT})
+"""The ops that turn compressed weights into floats: those of ``quantize_``, and
+``mil_ops.recorded_weight``."""
 
 _ATEN: Any = torch.ops.aten
 RECURRENT: tuple[OpOverload, ...] = (

@@ -1,12 +1,14 @@
-"""Weights that torchao's ``quantize_`` left as integers, or as indices into lookup tables.
+"""Weights that ``quantize_`` or ``coremltools.optimize.torch`` compressed.
 
-Core ML stores the integers or indices and dequantizes them when they are used. ExecuTorch has no
-CPU kernels for these ops. The rewrites turn them into operators that say how MIL stores weights:
-coremltools' translation of torchao's own ops is limited to matrices with 4 or 8 bits, and scales
-the wrong dimension below iOS18 (apple/coremltools#2589).
+Core ML stores integers, or indices into lookup tables, and dequantizes them when they are used.
+ExecuTorch has no CPU kernels for torchao's ops. The rewrites turn them into operators that say how
+MIL stores weights: coremltools' translation of torchao's own ops is limited to matrices with 4 or
+8 bits, and scales the wrong dimension below iOS18 (apple/coremltools#2589).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
@@ -19,6 +21,7 @@ from coreml_delegate.ops.call import (
     FLOAT,
     INTEGER,
     MAX_RANK,
+    RECORDED_WEIGHT,
     OpCall,
     Reason,
     ReasonCode,
@@ -32,7 +35,9 @@ from coreml_delegate.targets import Opset
 _BYTES = frozenset({torch.int8, torch.uint8})
 _BYTE_RANGES = tuple(torch.iinfo(dtype) for dtype in (torch.int8, torch.uint8))
 _NARROW_BITS = 4
-_MAX_INDEX_BITS = 8
+_INDEX_BITS_OF_IOS18 = 3
+INDEX_BITS = (1, 2, 3, 4, 6, 8)
+"""Widths of indices into lookup tables; those of 3 bits need iOS18."""
 
 
 def limits(call: OpCall) -> tuple[int, int] | None:
@@ -58,6 +63,24 @@ def blocks(shape: torch.Size, block_size: list[int]) -> tuple[int, ...] | None:
     if any(block < 1 or size % block for size, block in zip(shape, sizes, strict=True)):
         return None
     return tuple(size // block for size, block in zip(shape, sizes, strict=True))
+
+
+def scale_blocks(scale: Sequence[int], shape: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the number of blocks per dimension of a weight; None if ``scale`` does not fit.
+
+    Args:
+        scale: Shape of the scales. Trailing dimensions of size 1 may be missing or redundant.
+        shape: Shape of the weight.
+    """
+    counts, redundant = tuple(scale[: len(shape)]), scale[len(shape) :]
+    counts += (1,) * (len(shape) - len(counts))
+    fits = all(n and not size % n for n, size in zip(counts, shape, strict=True))
+    return counts if fits and all(n == 1 for n in redundant) else None
+
+
+def index_bits(entries: int) -> int:
+    """Return the bits of indices into a lookup table with ``entries`` entries, at most 256."""
+    return next(bits for bits in INDEX_BITS if 2**bits >= entries)
 
 
 def _blocks_of(call: OpCall, name: str) -> tuple[int, ...] | None:
@@ -89,10 +112,8 @@ def _scales_fit(call: OpCall) -> Reason | None:
     return None
 
 
-def _is_blockwise(call: OpCall, blocks_per_dim: tuple[int, ...]) -> bool:
+def _is_blockwise(blocks_per_dim: tuple[int, ...], shape: torch.Size) -> bool:
     """Whether scales are finer than one per index of a single dimension."""
-    data = call.tensor("input")
-    shape = () if data is None else data.shape
     return sum(count > 1 for count in blocks_per_dim) > 1 or any(
         1 < count < size for count, size in zip(blocks_per_dim, shape, strict=True)
     )
@@ -103,7 +124,12 @@ def _demand_of_integers(call: OpCall) -> tuple[Opset, str] | None:
     value_range, blocks_per_dim = limits(call), _blocks_of(call, "input")
     if value_range is not None and value_range[1] - value_range[0] < 2**_NARROW_BITS:
         return Opset.iOS18, f"weights of {(value_range[1] - value_range[0]).bit_length()} bits"
-    if blocks_per_dim is not None and _is_blockwise(call, blocks_per_dim):
+    data = call.tensor("input")
+    if (
+        data is not None
+        and blocks_per_dim is not None
+        and _is_blockwise(blocks_per_dim, data.shape)
+    ):
         return Opset.iOS18, f"a scale per block of {list(call.arguments['block_size'])}"
     zero_point = call.tensor("zero_point")
     if zero_point is not None and zero_point.dtype.is_floating_point:
@@ -111,9 +137,57 @@ def _demand_of_integers(call: OpCall) -> tuple[Opset, str] | None:
     return None
 
 
+def _record_fits(call: OpCall) -> Reason | None:
+    weight, lut = call.tensor("weight"), call.tensor("lut")
+    shape = () if weight is None else tuple(weight.shape)
+    for name in ("scale", "zero_point", "lut_scale"):
+        tensor = call.tensor(name)
+        if tensor is not None and scale_blocks(tensor.shape, shape) is None:
+            text = f"{name} of {list(tensor.shape)} does not fit the weight of {list(shape)}"
+            return Reason(ReasonCode.SHAPE, text)
+    return None if lut is None else _lut_fits(call, lut.shape, shape)
+
+
+def _lut_fits(call: OpCall, lut: Sequence[int], shape: Sequence[int]) -> Reason | None:
+    """Each group of weights has a table of at most 256 numbers or vectors."""
+    *groups, entries, length = lut if len(lut) == len(shape) + 2 else (0, 0)
+    sizes, axis = list(shape), call.arguments["vector_axis"]
+    is_vector = length > 1
+    divides = -len(sizes) <= axis < len(sizes) and not sizes[axis] % max(length, 1)
+    if is_vector and divides:
+        sizes[axis] //= length
+    has_indices = 1 <= entries <= 2 ** INDEX_BITS[-1] and (divides or not is_vector)
+    if not has_indices or scale_blocks(groups, sizes) is None:
+        text = f"a lookup table of {list(lut)} does not fit the weight of {list(shape)}"
+        return Reason(ReasonCode.SHAPE, text)
+    if is_vector and call.arguments["is_sparse"]:
+        return Reason(ReasonCode.ARGUMENT, "Core ML has no sparse weights of vectors")
+    return None
+
+
+def _demand_of_record(call: OpCall) -> tuple[Opset, str] | None:
+    """iOS18 for all but one table of numbers, a scale of 8 bits per channel, and sparse floats."""
+    weight, lut, scale = (call.tensor(name) for name in ("weight", "lut", "scale"))
+    shape = torch.Size() if weight is None else weight.shape
+    feature = None
+    if call.arguments["is_sparse"] + (lut is not None) + (scale is not None) > 1:
+        feature = "weights compressed twice"
+    elif call.tensor("lut_scale") is not None:
+        feature = "a lookup table with scales"
+    elif lut is not None and lut.numel() != lut.shape[-2]:
+        feature = "several lookup tables of a weight, or one of vectors"
+    elif lut is not None and index_bits(lut.numel()) == _INDEX_BITS_OF_IOS18:
+        feature = f"indices of {_INDEX_BITS_OF_IOS18} bits"
+    elif scale is not None and call.arguments["bits"] <= _NARROW_BITS:
+        feature = f"weights of {call.arguments['bits']} bits"
+    elif scale is not None and _is_blockwise(scale_blocks(scale.shape, shape) or (), shape):
+        feature = "a scale per block"
+    return None if feature is None else (Opset.iOS18, feature)
+
+
 def _tables_fit(call: OpCall) -> Reason | None:
     tables, bits = call.tensor("codebook"), call.arguments["nbits"]
-    if tables is None or not 1 <= bits <= _MAX_INDEX_BITS:
+    if tables is None or not 1 <= bits <= INDEX_BITS[-1]:
         return Reason(ReasonCode.ARGUMENT, f"nbits={bits}, Core ML has indices of 1 to 8 bits")
     blocks_per_dim, shape = _blocks_of(call, "codes"), tuple(tables.shape)
     if blocks_per_dim is None or shape[:-1] != (*blocks_per_dim, 2**bits):
@@ -175,5 +249,19 @@ RECORDS = (
         since=Opset.iOS18,
         standalone=False,
         rewrite=_look_up,
+    ),
+    OpRecord(
+        RECORDED_WEIGHT,
+        results=FLOAT,
+        constraints=(
+            *map(IsConstant, ("weight", "lut", "lut_scale", "scale", "zero_point")),
+            rank_between("weight", 1, MAX_RANK),
+            _record_fits,
+        ),
+        # A lookup table has two more dimensions than the weight: entries, and their elements.
+        max_rank=MAX_RANK + 2,
+        since=Opset.iOS16,
+        demand=_demand_of_record,
+        standalone=False,
     ),
 )

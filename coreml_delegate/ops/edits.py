@@ -6,7 +6,7 @@ it, and it becomes the last call itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -182,6 +182,20 @@ def add_placeholder(program: ExportedProgram, name: str, value: torch.Tensor, li
     )
     node.meta["val"] = value if mode is None else mode.from_tensor(value, static_shapes=True)
     return node
+
+
+def remove_unused(program: ExportedProgram, sources: Collection[Node]) -> None:
+    """Remove parameters, buffers and literals among ``sources`` without users."""
+    specs = program.graph_signature.input_specs
+    state: dict[str, Any] = program.state_dict
+    unused = {node.name: node for node in sources if node.op == "placeholder" and not node.users}
+    for name in program.graph_signature.user_inputs:
+        unused.pop(str(name), None)
+    for spec in [spec for spec in specs if spec.arg.name in unused]:
+        specs.remove(spec)
+        program.graph.erase_node(unused[spec.arg.name])
+        state.pop(str(spec.target), None)
+        program.constants.pop(str(spec.target), None)
 
 
 def unite_copies(program: ExportedProgram) -> None:

@@ -84,6 +84,16 @@ def look_up() -> Any:
     return torch.ops.coreml_delegate.look_up.default
 
 
+def recorded_weight() -> Any:
+    """A weight with the compression that ``coremltools.optimize.torch`` recorded for it.
+
+    Returns:
+        The operator, which returns ``weight``; see ``opaque_ops.recorded_compression`` for the
+        other arguments, which say how Core ML stores it.
+    """
+    return torch.ops.coreml_delegate.recorded_weight.default
+
+
 def placeholder_op(overload: OpOverload) -> OpOverload:
     """Recurrent layers, which coremltools unrolls or does not translate.
 

@@ -36,7 +36,13 @@ from coreml_delegate.ops import record_of
 from coreml_delegate.ops.call import GETITEM, OpCall, flatten, target_name
 from coreml_delegate.ops.constants import NO_INPUTS, NOT_FOLDED, Inputs, known_values, note_fold
 from coreml_delegate.ops.constraints import IsConstant
-from coreml_delegate.ops.edits import add_constant, become, insert, set_arguments
+from coreml_delegate.ops.edits import (
+    add_constant,
+    become,
+    insert,
+    remove_unused,
+    set_arguments,
+)
 from coreml_delegate.ops.flops import bytes_of, tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.patches.torch import (
@@ -117,7 +123,7 @@ def compute_sizes(program: ExportedProgram, inputs: Inputs = NO_INPUTS) -> Expor
         node.meta["val"] = value
         _note_growth(_store(functional, node, value, list(node.users)), node, value.nbytes)
     functional.graph.eliminate_dead_code()
-    _remove_unused(functional, sources)
+    remove_unused(functional, sources)
     # Traced again, the calls that depend on them have their sizes.
     return compute_sizes(functional.run_decompositions({}), inputs)
 
@@ -489,7 +495,7 @@ def _apply(program: ExportedProgram, fold: _Fold) -> None:
         for check in [user for user in node.users if _is_check(user)]:
             program.graph.erase_node(check)
     program.graph.eliminate_dead_code()
-    _remove_unused(program, sources)
+    remove_unused(program, sources)
     program.graph_module.recompile()
 
 
@@ -517,17 +523,3 @@ def _unused_name(program: ExportedProgram, name: str) -> str:
     while name in program.constants or name in program.state_dict:
         name += "_"
     return name
-
-
-def _remove_unused(program: ExportedProgram, sources: Collection[Node]) -> None:
-    """Remove parameters, buffers and literals among ``sources`` without users."""
-    specs = program.graph_signature.input_specs
-    state: dict[str, Any] = program.state_dict
-    unused = {node.name: node for node in sources if node.op == "placeholder" and not node.users}
-    for name in program.graph_signature.user_inputs:
-        unused.pop(str(name), None)
-    for spec in [spec for spec in specs if spec.arg.name in unused]:
-        specs.remove(spec)
-        program.graph.erase_node(unused[spec.arg.name])
-        state.pop(str(spec.target), None)
-        program.constants.pop(str(spec.target), None)

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from coreml_delegate.lowering.delegation_tags import remove_tags, set_tag, tag_constants, tag_of
+from coreml_delegate.opaque_ops.recorded_compression import unread_weights
 from coreml_delegate.ops import Reason, ReasonCode, flops_of
 from coreml_delegate.ops.boundary import shared_across_partitions
 from coreml_delegate.ops.call import DECOMPRESS, target_name
@@ -66,6 +67,7 @@ def decide(
     # These are inside every partition that uses them.
     constants = stored_nodes(program) if options.take_over_constant_data else ()
     while True:
+        refusals.update(unread_weights(program.graph, refusals))
         possible = group_calls(program.graph, refusals.keys(), constants=constants)
         stranded = stranded_sizes(program.graph, possible) | shared_across_partitions(
             program.graph, possible

@@ -25,7 +25,7 @@ from torch.fx import GraphModule, Node
 from torchgen.model import SchemaKind
 
 from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode
-from coreml_delegate.ops.call import called_target, overload_of, target_name
+from coreml_delegate.ops.call import RECORDED_WEIGHT, called_target, overload_of, target_name
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.patches.torch import HigherOrderOperator, OpOverload, schema_of
 
@@ -38,9 +38,10 @@ _REGISTERED_BY: Mapping[str, str] = MappingProxyType(
     {"quantized_decomposed": "executorch.kernels.quantized"}
 )
 
-# Checks, which ExecuTorch removes from every program.
+# Checks, which ExecuTorch removes from every program, and the op that becomes its argument.
 _ERASED = frozenset(
     {
+        RECORDED_WEIGHT,
         "aten._assert_async.msg",
         "aten._assert_scalar.default",
         "aten._assert_tensor_metadata.default",

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    text = _read_text(args.text)
+    text = arguments.read_text(args.text)
     with console.step("Importing torch"):
         from coreml_delegate.llm.evaluation import predict_with_program, windows
         from coreml_delegate.llm.tokenizer import load_tokenizer
@@ -198,13 +198,6 @@ class FinishedWindows:
         }
         with new_file(self._path) as file:
             file.write(f"{console.as_json(document)}\n".encode())
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise OptionError(f"{path} is not a text in UTF-8", got=str(error)) from error
 
 
 def _load(args: argparse.Namespace) -> tuple[Generator, Execution]:

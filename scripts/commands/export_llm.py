@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="LoRA adapter that peft has saved; it gets methods of its own, which share the "
         "model's weights; repeatable (default name: the folder's)",
     )
-    quantization_options.add_weight_modes(parser)
+    quantization_options.add_weight_modes(parser, calibrated=True)
     arguments.add_allow_missing_kernels(parser)
     arguments.add_options(parser, CompileOptions)
     arguments.add_force(parser)
@@ -146,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
         args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
     _check_form(args)
     linear, embedding = _weight_modes(args)
+    text = quantization_options.calibration_text(args, _target(args))
     tokenizer = arguments.tokenizer_copy(args)
     check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
@@ -157,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
         decoder, layout = _model(args, files)
         adapters = _fit(decoder, files)
     parameters = decoder.parameter_count  # before they are quantized
+    if text is not None:
+        linear = quantization_options.calibrate(decoder, text, args, linear)
     with console.step("Quantizing the weights"):
         if not isinstance(decoder, NeuralEngineDecoder):
             quantize_weights(decoder, linear=linear, embedding=embedding)
@@ -202,6 +205,7 @@ def _check_form(args: argparse.Namespace) -> None:
         f"--embedding-quantize {args.embedding_quantize}": args.embedding_quantize != "none",
         f"--group-size {args.group_size}": args.group_size is not None,
         "--quantize-config": args.quantize_config is not None,
+        "--calibration": args.calibration is not None,
         f"--deployment-target {target.name}": target < Opset.iOS16,
         f"--compute-unit {getattr(unit, 'value', unit)}": unit in _WITHOUT_NEURAL_ENGINE,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,8 @@ from support.tolerances import (
 
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.errors import InputError, ProgramError
+from coreml_delegate.llm.calibrated_weights import calibrate_weights
+from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Ending, Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
@@ -121,6 +124,22 @@ def test_perplexity_in_fp16_is_close_to_torch(fp16, engine):
     eager = perplexity(trained()(rows[:, :-1]), rows)
     generator = Generator.load(fp16, engine=engine)
     assert stepwise_perplexity(generator, rows) == pytest.approx(eager, rel=PERPLEXITY_FP16)
+
+
+def test_gptq_loses_less_than_rounding_with_equal_groups():
+    rows, text = held_out_rows(64), list(texts()[0][: 100 * CONTEXT])
+
+    def changed_by(change: Callable[[Decoder], None]) -> float:
+        decoder = untrained()
+        decoder.load_state_dict(trained().state_dict())
+        change(decoder)
+        with torch.no_grad():
+            return perplexity(decoder(rows[:, :-1]), rows)
+
+    group = 96
+    rounded = changed_by(lambda d: quantize_weights(d, **few_bits("int4", "none", group=group)))
+    calibrated = changed_by(lambda d: calibrate_weights(d, "gptq-4", text, group=group))
+    assert calibrated < rounded
 
 
 @pytest.mark.parametrize("length", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1, CONTEXT])

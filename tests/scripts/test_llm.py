@@ -132,6 +132,54 @@ def test_layouts_that_do_not_exist_are_one_line(config, folder, options, message
     assert not output.exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "tokenizer", "message"),
+    [
+        ("--quantize gptq-4", True, "gptq-4 needs a text. Pass --calibration FILE.txt"),
+        ("--calibration TEXT", True, "got --quantize none, expected gptq-4 or skm-4"),
+        ("--quantize skm-4 --calibration TEXT", False, "got no tokenizer.json in"),
+        ("--quantize gptq-4 --calibration TEXT --group-size 16", True, "got 5 tokens, expected 16"),
+        ("--quantize gptq-4 --calibration BYTES", True, "not a text in UTF-8"),
+        ("--quantize gptq-4 --calibration MISSING", True, "No such file"),
+        (
+            "--quantize gptq-4 --calibration TEXT --deployment-target iOS17",
+            True,
+            "--deployment-target must be iOS18 or higher for gptq-4",
+        ),
+    ],
+)
+def test_calibration_without_its_parts_is_one_line(folder, options, tokenizer, message, capsys):
+    checkpoint, output = folder / "calibrated", folder / "calibrated.pte"
+    save(checkpoint, "llama", bos_token_id=None, eos_token_id=None)
+    (folder / "TEXT").write_text("a few")
+    (folder / "BYTES").write_bytes(b"\xff\xfe")
+    (checkpoint / "tokenizer.json").unlink(missing_ok=True)
+    if tokenizer:
+        save_tokenizer(checkpoint / "tokenizer.json", CONFIG["vocab_size"])
+    named = [str(folder / text) if text.isupper() else text for text in options.split()]
+    assert main(["export-llm", str(checkpoint), "-o", str(output), *named]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not output.exists()
+
+
+def test_calibrated_weights_are_written(folder, capsys):
+    checkpoint, output, text = folder / "text", folder / "text.pte", folder / "text.txt"
+    save(checkpoint, "llama", num_hidden_layers=1, bos_token_id=None, eos_token_id=None)
+    save_tokenizer(checkpoint / "tokenizer.json", CONFIG["vocab_size"])
+    text.write_text("Some words to calibrate with. " * 8)
+    options = ["--quantize", "gptq-4", "--calibration", str(text), "--group-size", "16"]
+    assert main(["export-llm", str(checkpoint), "-o", str(output), *options, "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert json.loads(captured.out)["bytes"] == output.stat().st_size
+    assert main(["inspect", str(output), "--weights"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # The seven layers of the block, and the head.
+    assert sum("recorded_weight" in line and "uint4" in line for line in lines) == 8
+
+
 def test_options_that_executorchs_runner_lacks_are_wrong_usage(program, capsys):
     for option in (["--top-k", "5"], ["--stop", "x"], ["--chat", "--tokenizer", "x"]):
         with pytest.raises(SystemExit):

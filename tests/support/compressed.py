@@ -25,6 +25,7 @@ __all__ = [
     "PerGroup",
     "compressed",
     "quantize_",
+    "sizes_in",
     "stored_sizes",
     "tokens",
     "words",
@@ -67,10 +68,17 @@ def stored_sizes(edge: Any) -> list[int]:
         for name, content in unflatten(getattr(modules, node.target).processed_bytes).items():
             if not name.endswith("weight.bin"):
                 continue
-            offset = ALIGNMENT
-            while offset < content.nbytes:
-                record = read_record(name, content, offset)
-                sizes.append(record.size)
-                end = record.start + record.size
-                offset = end + -end % ALIGNMENT
+            sizes += sizes_in(name, content)
     return sorted(sizes, reverse=True)
+
+
+def sizes_in(name: str, content: Any) -> list[int]:
+    """Bytes of every weight in a weight file."""
+    sizes: list[int] = []
+    offset = ALIGNMENT
+    while offset < content.nbytes:
+        record = read_record(name, content, offset)
+        sizes.append(record.size)
+        end = record.start + record.size
+        offset = end + -end % ALIGNMENT
+    return sizes

@@ -37,7 +37,7 @@ def decoder(name: str = "llama") -> Decoder:
 
 
 def inputs_of(made: Decoder, layer: Any) -> np.ndarray[Any, Any]:
-    """What a layer reads from the text, in fp64: [tokens, inputs]."""
+    """Return the inputs of a layer at each token of the text, in fp64: [tokens, inputs]."""
     seen: list[torch.Tensor] = []
     handle = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.no_grad():

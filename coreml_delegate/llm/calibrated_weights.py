@@ -96,10 +96,10 @@ def _pieces(tokens: Sequence[int], length: int) -> list[torch.Tensor]:
             got=f"{len(tokens)} tokens",
             expected=f"{min(_SHORTEST, length)} or more, better {SAMPLES * length:,}",
         )
-    whole = torch.tensor(tokens)
+    text = torch.tensor(tokens)
     count = min(SAMPLES, max(1, len(tokens) // length))
     starts = torch.linspace(0, max(0, len(tokens) - length), count).long().tolist()
-    return [whole[start : start + length][None] for start in starts]
+    return [text[start : start + length][None] for start in starts]
 
 
 @torch.no_grad()
@@ -149,7 +149,7 @@ def _quiet() -> Generator[None]:
 def _gptq(
     decoder: Decoder, layers: Mapping[str, Any], pieces: Sequence[torch.Tensor], group: int
 ) -> None:
-    """Compress block by block, on what the blocks before compute with their new weights."""
+    """Compress the blocks in order: each reads the results of the compressed blocks before it."""
     coremltools()
     algorithms: Any = importlib.import_module(
         "coremltools.optimize.torch.layerwise_compression.algorithms"

@@ -136,7 +136,11 @@ def test_layouts_that_do_not_exist_are_one_line(config, folder, options, message
     ("options", "tokenizer", "message"),
     [
         ("--quantize gptq-4", True, "gptq-4 needs a text. Pass --calibration FILE.txt"),
-        ("--calibration TEXT", True, "got --quantize none, expected gptq-4 or skm-4"),
+        ("--calibration TEXT", True, "nothing to calibrate: got --quantize none"),
+        ("--budget 9", True, "--budget needs a text. Pass --calibration FILE.txt"),
+        ("--budget 9 --calibration TEXT --quantize gptq-4", True, "chooses the mode of each"),
+        ("--budget 9 --calibration TEXT --quantize int8", True, "a mode with a finer one"),
+        ("--budget 0.5 --calibration TEXT --group-size 16", True, "do not keep the perplexity"),
         ("--quantize skm-4 --calibration TEXT", False, "got no tokenizer.json in"),
         ("--quantize gptq-4 --calibration TEXT --group-size 16", True, "got 5 tokens, expected 16"),
         ("--quantize gptq-4 --calibration BYTES", True, "not a text in UTF-8"),
@@ -178,6 +182,17 @@ def test_calibrated_weights_are_written(folder, capsys):
     lines = capsys.readouterr().out.splitlines()
     # The seven layers of the block, and the head.
     assert sum("recorded_weight" in line and "uint4" in line for line in lines) == 8
+
+
+def test_a_budget_is_kept(folder, capsys):
+    checkpoint, output, text = folder / "budget", folder / "budget.pte", folder / "budget.txt"
+    save(checkpoint, "llama", num_hidden_layers=1, bos_token_id=None, eos_token_id=None)
+    save_tokenizer(checkpoint / "tokenizer.json", CONFIG["vocab_size"])
+    text.write_text("Some words to calibrate with. " * 2)
+    options = ["--budget", "1000", "--calibration", str(text), "--group-size", "16"]
+    assert main(["export-llm", str(checkpoint), "-o", str(output), *options]) == 0
+    assert "0 of 8 layers in more bits" in capsys.readouterr().err
+    assert output.is_file()
 
 
 def test_options_that_executorchs_runner_lacks_are_wrong_usage(program, capsys):

@@ -207,7 +207,7 @@ def _check_form(args: argparse.Namespace) -> None:
         "--quantize-config": args.quantize_config is not None,
         "--calibration": args.calibration is not None,
         f"--deployment-target {target.name}": target < Opset.iOS16,
-        f"--compute-unit {getattr(unit, 'value', unit)}": unit in _WITHOUT_NEURAL_ENGINE,
+        f"--compute-unit {unit.value}": unit in _WITHOUT_NEURAL_ENGINE,
     }
     for option, applies in contradictions.items():
         if applies:
@@ -425,8 +425,6 @@ def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
     keywords["minimum_deployment_target"] = target
     if args.form is not None:
         keywords[OPTION] = _compression(args)
-        if args.compute_unit is None:
-            keywords["compute_unit"] = ComputeUnit.CPU_AND_NE
     specs = CoreMLBackend.generate_compile_specs(**keywords)
     if layout.source is not None and not layout.standard and target >= Opset.iOS18:
         # An encoder of audio may share no weight with the decoder, and is kept with it.

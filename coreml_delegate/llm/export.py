@@ -250,8 +250,9 @@ def drop_unused_buffers(program: ExportedProgram) -> None:
     specs = program.graph_signature.input_specs
     for spec in list(specs):
         node = nodes.get(spec.arg.name)
-        is_unused = spec.kind is InputKind.BUFFER and node is not None and not node.users
-        if is_unused and not is_record(str(spec.target)):
+        if spec.kind is not InputKind.BUFFER or is_record(str(spec.target)):
+            continue
+        if node is not None and not node.users:
             program.graph.erase_node(node)
             specs.remove(spec)
             for tensors in (program.state_dict, program.constants):

@@ -15,11 +15,11 @@ as which the partitioner stores the weights; see ``opaque_ops.recorded_compressi
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import re
-import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from types import MappingProxyType
 from typing import Any
 
@@ -130,16 +130,19 @@ def _hooks(layers: Iterable[nn.Module], hook: Callable[..., Any]) -> Generator[N
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Drop what coremltools logs and warns about its own imports."""
-    logger = logging.getLogger("coremltools.optimize")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        with quiet_import(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            yield
-    finally:
-        logger.setLevel(level)
+    """Import coremltools' compressors; drop their progress and what they import warns about."""
+    coremltools()
+    with quiet_import():
+        importlib.import_module("coremltools.optimize.torch")  # it sets the level of its logger
+        logger = logging.getLogger("coremltools.optimize.torch")
+        level = logger.level
+        logger.setLevel(logging.WARNING)
+        try:
+            # The progress bar of k-means has no option.
+            with redirect_stderr(io.StringIO()):
+                yield
+        finally:
+            logger.setLevel(level)
 
 
 # Methods
@@ -150,7 +153,6 @@ def _gptq(
     decoder: Decoder, layers: Mapping[str, Any], pieces: Sequence[torch.Tensor], group: int
 ) -> None:
     """Compress the blocks in order: each reads the results of the compressed blocks before it."""
-    coremltools()
     algorithms: Any = importlib.import_module(
         "coremltools.optimize.torch.layerwise_compression.algorithms"
     )
@@ -178,7 +180,7 @@ def _gptq(
         for name, solver in zip(names, solvers.values(), strict=True):
             try:
                 solver.compress()
-            except torch.linalg.LinAlgError as error:
+            except torch.linalg.LinAlgError as error:  # pyright: ignore[reportPrivateImportUsage] - documented
                 raise LoweringError(f"{name} cannot be calibrated", got=str(error)) from error
             solver.cleanup()
 
@@ -187,7 +189,6 @@ def _gptq(
 def _sensitive_k_means(
     decoder: Decoder, layers: Mapping[str, Any], pieces: Sequence[torch.Tensor], group: int
 ) -> None:
-    coremltools()
     palettization: Any = importlib.import_module("coremltools.optimize.torch.palettization")
     options = {"n_bits": 4, "granularity": "per_grouped_channel", "group_size": group}
     config = palettization.SKMPalettizerConfig.from_dict(

@@ -264,9 +264,9 @@ def drop_unused_buffers(program: ExportedProgram) -> None:
     specs = program.graph_signature.input_specs
     for spec in list(specs):
         node = nodes.get(spec.arg.name)
-        if node is None or node.users or is_record(str(spec.target)):
+        if spec.kind is not InputKind.BUFFER or is_record(str(spec.target)):
             continue
-        if spec.kind is InputKind.BUFFER:
+        if node is not None and not node.users:
             program.graph.erase_node(node)
             specs.remove(spec)
             for tensors in (program.state_dict, program.constants):

@@ -269,16 +269,6 @@ def tokenizer_of(args: argparse.Namespace) -> Path | None:
     return args.tokenizer or (copy if copy.is_file() else None)
 
 
-def tokenizer_copy(args: argparse.Namespace) -> dict[Path, Path]:
-    """Return the path for a copy of the checkpoint's tokenizer, with its source, or nothing."""
-    folder: Path | None = args.checkpoint
-    if folder is None:
-        return {}
-    sources = (folder / name for name in TOKENIZERS)
-    source = next((source for source in sources if source.is_file()), None)
-    return {} if source is None else {beside(args.output, source.name): source}
-
-
 def add_method(parser: argparse.ArgumentParser) -> None:
     """Declare ``--method``."""
     parser.add_argument("--method", help="method of the program (default: forward)")

@@ -246,6 +246,10 @@ def load_encoder(
         LoweringError: See ``TextEncoder``.
     """
     config = read_any_config(config_path)
+    if config.is_encoder_decoder:
+        raise OptionError(
+            "the model has a decoder", got=config.model_type, expected="a model with one part"
+        )
     library = transformers()
     scores = any(name.endswith(_SCORES) for name in config.architectures or ())
     if scores and (pooling is not None or normalizes is not None):
@@ -257,10 +261,6 @@ def load_encoder(
         model = random_model(config, seed, model_class)
     else:
         model = load_model(folder, config, model_class, is_unused=_unused(scores=scores))
-    if config.is_encoder_decoder:
-        raise OptionError(
-            "the model has a decoder", got=type(model).__name__, expected="only an encoder"
-        )
     head = None if scores else _read_head(folder, pooling, normalizes)
     most = getattr(config, "max_position_embeddings", None) or LENGTH
     return TextEncoder(model, head, lengths or (min(LENGTH, most),))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions
-from coreml_delegate.scripts import arguments, console, quantization_options
-from coreml_delegate.scripts.arguments import check_outputs, new_output
-from coreml_delegate.scripts.commands import Command, add_path
+from coreml_delegate.scripts import arguments, checkpoints, console, quantization_options
+from coreml_delegate.scripts.arguments import check_outputs
+from coreml_delegate.scripts.commands import Command
 from coreml_delegate.targets import Opset
 
 if TYPE_CHECKING:
@@ -22,22 +20,7 @@ POOLINGS = ("mean", "cls", "last", "max")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_path(
-        parser,
-        "checkpoint",
-        "CHECKPOINT",
-        "folder with a config.json and *.safetensors, as sentence-transformers or transformers "
-        "save them",
-        nargs="?",
-    )
-    add_path(
-        parser,
-        "--random",
-        "CONFIG.json",
-        "instead of a checkpoint: a configuration that gets random weights",
-    )
-    arguments.add_seed(parser, "random weights")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.pte")
+    checkpoints.add_checkpoint(parser, "sentence-transformers or transformers save them")
     parser.add_argument(
         "--length",
         type=_lengths,
@@ -62,15 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_options(parser, CompileOptions)
     arguments.add_force(parser)
     arguments.add_json(parser)
-    parser.set_defaults(refuse_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    if (args.checkpoint is None) == (args.random is None):
-        args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
+    checkpoints.check_usage(args)
     linear, embedding = quantization_options.weight_modes_of(args)
-    tokenizer = arguments.tokenizer_copy(args)
+    tokenizer = checkpoints.tokenizer_copy(args)
     check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.embedding import constants, export_encoder
@@ -86,28 +67,18 @@ def run(args: argparse.Namespace) -> int:
         methods = export_encoder(encoder)
     with console.step("Lowering to Core ML"):
         program = lower_methods(methods, partitioner, constants(encoder))
-    with new_output(args.output, force=args.force) as file:
-        program.write_to_file(file)
-    for path, source in tokenizer.items():
-        with new_output(path, force=args.force) as file:
-            file.write(source.read_bytes())
+    checkpoints.write(args, program, tokenizer)
     _report(args, encoder, parameters, dict(zip(methods, partitioner.reports, strict=True)))
-    if not args.allow_missing_kernels:
-        for report in partitioner.reports:
-            report.require_kernels()
+    checkpoints.require_kernels(args, partitioner.reports)
     return 0
 
 
 def _encoder(args: argparse.Namespace) -> TextEncoder:
-    from coreml_delegate.llm.checkpoint import CONFIG
     from coreml_delegate.llm.embedding import Pooling, load_encoder
 
-    folder: Path | None = args.checkpoint
-    if folder is not None and not folder.is_dir():
-        raise OptionError("no such checkpoint folder", got=str(folder))
     return load_encoder(
-        folder,
-        args.random if folder is None else folder / CONFIG,
+        args.checkpoint,
+        checkpoints.config_path(args),
         lengths=args.length,
         pooling=None if args.pooling is None else Pooling(args.pooling),
         normalizes=args.normalize,
@@ -135,15 +106,7 @@ def _report(
         "lengths": list(encoder.lengths),
         "outputs": encoder.outputs,
         "head": encoder.describe_head(),
-        "methods": {
-            name: {
-                "operations": len(report.nodes),
-                "delegated": len(report.delegated),
-                "partitions": len(report.partitions),
-                "on_the_cpu": sorted({node.op for node in report.undelegated}),
-            }
-            for name, report in reports.items()
-        },
+        "methods": checkpoints.methods_document(reports),
     }
     if args.json:
         console.write_json(document)
@@ -152,17 +115,13 @@ def _report(
             ("parameters", f"{parameters:,}"),
             ("lengths", ", ".join(map(str, encoder.lengths))),
             ("output", f"{encoder.outputs:,} numbers: {encoder.describe_head()}"),
-            *(
-                (name, "{delegated} of {operations} operations on Core ML".format(**counts))
-                for name, counts in document["methods"].items()
-            ),
+            *checkpoints.methods_rows(document["methods"]),
             ("file", console.size(document["bytes"])),
         ]
         console.write(console.columns(rows))
     for name, report in reports.items():
         if report.undelegated:
-            console.warn(f"{name} does not run entirely on Core ML")
-            console.write(report.to_table())
+            checkpoints.warn_of_cpu(name, report)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -13,9 +13,9 @@ from coreml_delegate.options.compile_options import CompileOptions, Precision, W
 from coreml_delegate.options.weight_compression import OPTION, Stage, demand
 from coreml_delegate.quantization import QuantizationAssignment, QuantizationMode
 from coreml_delegate.quantization.configs import neural_engine_stage
-from coreml_delegate.scripts import arguments, console, quantization_options
-from coreml_delegate.scripts.arguments import check_outputs, new_output
-from coreml_delegate.scripts.commands import Command, add_number, add_path
+from coreml_delegate.scripts import arguments, checkpoints, console, quantization_options
+from coreml_delegate.scripts.arguments import check_outputs
+from coreml_delegate.scripts.commands import Command, add_number
 from coreml_delegate.targets import ComputeUnit, Opset
 
 if TYPE_CHECKING:
@@ -48,21 +48,7 @@ _WITHOUT_NEURAL_ENGINE = (ComputeUnit.CPU_ONLY, ComputeUnit.CPU_AND_GPU)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    add_path(
-        parser,
-        "checkpoint",
-        "CHECKPOINT",
-        "folder with a config.json and *.safetensors, as transformers saves them",
-        nargs="?",
-    )
-    add_path(
-        parser,
-        "--random",
-        "CONFIG.json",
-        "instead of a checkpoint: a configuration that gets random weights",
-    )
-    arguments.add_seed(parser, "random weights")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.pte")
+    checkpoints.add_checkpoint(parser, "transformers saves them")
     add_number(
         parser,
         "--context",
@@ -137,17 +123,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_options(parser, CompileOptions)
     arguments.add_force(parser)
     arguments.add_json(parser)
-    parser.set_defaults(refuse_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    if (args.checkpoint is None) == (args.random is None):
-        args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
+    checkpoints.check_usage(args)
     _check_form(args)
     linear, embedding = _weight_modes(args)
     text = quantization_options.calibration_text(args, _target(args))
-    tokenizer = arguments.tokenizer_copy(args)
+    tokenizer = checkpoints.tokenizer_copy(args)
     check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.adapters import read_adapters
@@ -170,15 +154,9 @@ def run(args: argparse.Namespace) -> int:
         methods = _export(args, decoder, layout, adapters)
     with console.step("Lowering to Core ML"):
         program = lower(methods, layout, partitioner)
-    with new_output(args.output, force=args.force) as file:
-        program.write_to_file(file)
-    for path, source in tokenizer.items():
-        with new_output(path, force=args.force) as file:
-            file.write(source.read_bytes())
+    checkpoints.write(args, program, tokenizer)
     _report(args, parameters, decoder, layout, adapters, partitioner)
-    if not args.allow_missing_kernels:
-        for report in partitioner.reports:
-            report.require_kernels()
+    checkpoints.require_kernels(args, partitioner.reports)
     return 0
 
 
@@ -239,7 +217,6 @@ def _model(
 ) -> tuple[Decoder | EncoderDecoder, Layout]:
     from coreml_delegate.llm.candidates import Selection
     from coreml_delegate.llm.checkpoint import (
-        CONFIG,
         end_tokens,
         load_decoder,
         most_context,
@@ -252,10 +229,7 @@ def _model(
     from coreml_delegate.llm.vision import image_input, read_preparation
 
     folder: Path | None = args.checkpoint
-    if folder is not None and not folder.is_dir():
-        raise OptionError("no such checkpoint folder", got=str(folder))
-    path = args.random if folder is None else folder / CONFIG
-    config = read_config(path, text_only=args.text_only)
+    config = read_config(checkpoints.config_path(args), text_only=args.text_only)
     unsupported = unsupported_images(config)
     if unsupported is not None and not args.text_only:
         console.warn(f"images are left out: {config.model_type} has {unsupported}")
@@ -452,15 +426,7 @@ def _report(
         "parameters": parameters,
         "bytes": args.output.stat().st_size,
         "layout": layout.constants(),
-        "methods": {
-            name: {
-                "operations": len(report.nodes),
-                "delegated": len(report.delegated),
-                "partitions": len(report.partitions),
-                "on_the_cpu": sorted({node.op for node in report.undelegated}),
-            }
-            for name, report in reports.items()
-        },
+        "methods": checkpoints.methods_document(reports),
         "adapters": {
             adapter.name: {
                 "modules": len(adapter.modules),
@@ -476,8 +442,7 @@ def _report(
         _print(document, decoder, layout)
     for name, report in reports.items():
         if _left_on_cpu(name, report, layout):
-            console.warn(f"{name} does not run entirely on Core ML")
-            console.write(report.to_table())
+            checkpoints.warn_of_cpu(name, report)
         # Only the methods that decode have the layers.
         decoding = [method for method in layout.methods if method not in layout.input_methods]
         shares = len(decoding) > 1 and name in decoding
@@ -506,10 +471,7 @@ def _print(document: dict[str, Any], decoder: Decoder | EncoderDecoder, layout: 
         *_source_rows(layout),
         *([] if layout.selection is None else [("selection", str(layout.selection))]),
         *([] if layout.image is None else [("images", layout.image.describe())]),
-        *(
-            (name, "{delegated} of {operations} operations on Core ML".format(**counts))
-            for name, counts in document["methods"].items()
-        ),
+        *checkpoints.methods_rows(document["methods"]),
         *((f"adapter {name}", _branches(facts)) for name, facts in document["adapters"].items()),
         ("file", console.size(document["bytes"])),
     ]

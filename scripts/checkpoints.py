@@ -1,0 +1,121 @@
+"""Commands that make a ``.pte`` of a checkpoint of ``transformers``: arguments, files, summary."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coreml_delegate.errors import OptionError
+from coreml_delegate.scripts import arguments, console
+from coreml_delegate.scripts.arguments import new_output
+
+if TYPE_CHECKING:
+    from coreml_delegate.partition import DelegationReport
+
+
+def add_checkpoint(parser: argparse.ArgumentParser, libraries: str) -> None:
+    """Declare the checkpoint, ``--random``, ``--seed`` and ``--output``.
+
+    Args:
+        parser: The parser of the command.
+        libraries: Libraries that save such checkpoints, with a verb.
+    """
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        nargs="?",
+        help=f"folder with a config.json and *.safetensors, as {libraries}",
+    )
+    parser.add_argument(
+        "--random",
+        type=Path,
+        metavar="CONFIG.json",
+        help="instead of a checkpoint: a configuration that gets random weights",
+    )
+    arguments.add_seed(parser, "random weights")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.pte")
+    parser.set_defaults(refuse_usage=parser.error)
+
+
+def check_usage(args: argparse.Namespace) -> None:
+    """Check that there is a checkpoint or a configuration; otherwise exit with the usage."""
+    if (args.checkpoint is None) == (args.random is None):
+        args.refuse_usage("exactly one is required: CHECKPOINT, or --random CONFIG.json")
+
+
+def config_path(args: argparse.Namespace) -> Path:
+    """Return the path of the configuration.
+
+    Raises:
+        OptionError: The folder of the checkpoint does not exist.
+    """
+    from coreml_delegate.llm.checkpoint import CONFIG
+
+    folder: Path | None = args.checkpoint
+    if folder is None:
+        return args.random
+    if not folder.is_dir():
+        raise OptionError("no such checkpoint folder", got=str(folder))
+    return folder / CONFIG
+
+
+def tokenizer_copy(args: argparse.Namespace) -> dict[Path, Path]:
+    """Return the path for a copy of the checkpoint's tokenizer, with its source, or nothing."""
+    folder: Path | None = args.checkpoint
+    if folder is None:
+        return {}
+    sources = (folder / name for name in arguments.TOKENIZERS)
+    source = next((source for source in sources if source.is_file()), None)
+    return {} if source is None else {arguments.beside(args.output, source.name): source}
+
+
+def write(args: argparse.Namespace, program: Any, copies: Mapping[Path, Path]) -> None:
+    """Write a program, and copies of files by their paths.
+
+    Args:
+        args: Arguments with ``output`` and ``force``.
+        program: ExecuTorch's program manager.
+        copies: Sources by path.
+    """
+    with new_output(args.output, force=args.force) as file:
+        program.write_to_file(file)
+    for path, source in copies.items():
+        with new_output(path, force=args.force) as file:
+            file.write(source.read_bytes())
+
+
+def methods_document(reports: Mapping[str, DelegationReport]) -> dict[str, dict[str, Any]]:
+    """Return the numbers of operations of each method, for ``--json``."""
+    return {
+        name: {
+            "operations": len(report.nodes),
+            "delegated": len(report.delegated),
+            "partitions": len(report.partitions),
+            "on_the_cpu": sorted({node.op for node in report.undelegated}),
+        }
+        for name, report in reports.items()
+    }
+
+
+def methods_rows(document: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
+    """Return the lines of a summary for ``methods_document``."""
+    return (
+        (name, "{delegated} of {operations} operations on Core ML".format(**counts))
+        for name, counts in document.items()
+    )
+
+
+def warn_of_cpu(name: str, report: DelegationReport) -> None:
+    """Warn that a method does not run entirely on Core ML, with the table of its report."""
+    console.warn(f"{name} does not run entirely on Core ML")
+    console.write(report.to_table())
+
+
+def require_kernels(args: argparse.Namespace, reports: Iterable[DelegationReport]) -> None:
+    """Refuse programs that ExecuTorch's runtime cannot run, unless ``--allow-missing-kernels``."""
+    if not args.allow_missing_kernels:
+        for report in reports:
+            report.require_kernels()

@@ -32,6 +32,7 @@ def handled() -> Generator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        _received.clear()  # ``check`` is not to raise an exception for a command that has ended
 
 
 def check() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support.command import MODELS, leftovers, start, tiny_pte
 
+from coreml_delegate.scripts import console, interruption
+
 pytestmark = pytest.mark.xdist_group("cli-processes")
 
 _PATIENCE = 120  # seconds; importing ExecuTorch and coremltools takes tens on a busy machine
@@ -71,6 +73,16 @@ def test_an_interrupt_during_imports_has_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr(sys, "meta_path", [Interrupting, *sys.meta_path])
     assert start_command() == 130
     assert capsys.readouterr() == ("", "coreml-delegate: error: interrupted\n")
+
+
+def test_a_signal_interrupts_nothing_after_the_command(capsys):
+    def command() -> int:
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    assert console.until_interrupted(command) == 130
+    interruption.check()
+    assert capsys.readouterr().err == "coreml-delegate: error: interrupted\n"
 
 
 @pytest.mark.parametrize("module", ["scripts", "scripts.cli"])

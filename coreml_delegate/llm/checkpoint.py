@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,9 @@ def read_config(path: Path, *, text_only: bool = False) -> Any:
     Raises:
         OptionError: The file does not exist or is malformed, or describes another kind of model.
     """
-    kind = str(read_json(path).get("model_type"))
-    if kind in transformers().CONFIG_MAPPING:
-        _refuse_kind(path, kind, text_only=text_only)
-    config = read_any_config(path)
+    values = _read_values(path)
+    _refuse_kind(path, values["model_type"], text_only=text_only)
+    config = _config_of(path, values)
     _refuse_without_head(path, config)
     return config
 
@@ -66,22 +65,29 @@ def read_any_config(path: Path) -> Any:
         OptionError: The file does not exist or is malformed, the architecture is unknown, or the
             checkpoint is quantized.
     """
+    return _config_of(path, _read_values(path))
+
+
+def _read_values(path: Path) -> dict[str, Any]:
     values = read_json(path)
-    library = transformers()
-    kind = values.get("model_type")
+    library, kind = transformers(), values.get("model_type")
     if kind not in library.CONFIG_MAPPING:
         raise OptionError(
             f"{path} has an architecture that is not supported",
             got=f"model_type {kind!r}",
             expected=f"one of transformers {library.__version__}",
         )
+    return values
+
+
+def _config_of(path: Path, values: Mapping[str, Any]) -> Any:
     if values.get("quantization_config") is not None:
         raise OptionError(
             f"{path}: quantized checkpoints are not supported",
             remedy="Use the unquantized checkpoint, and pass --quantize",
         )
     with wrap_errors(f"transformers cannot read {path}"):
-        return library.AutoConfig.from_pretrained(path, local_files_only=True)
+        return transformers().AutoConfig.from_pretrained(path, local_files_only=True)
 
 
 def _refuse_kind(path: Path, kind: str, *, text_only: bool) -> None:
@@ -190,7 +196,8 @@ def load_model(
     config: Any,
     model_class: Any = None,
     *,
-    is_unused: Callable[[str], bool] | None = None,
+    optional: Sequence[str] = (),
+    foreign: Sequence[str] = (),
 ) -> Any:
     """Return a model of ``transformers`` with the weights of a checkpoint, as ``load_decoder``.
 
@@ -198,8 +205,8 @@ def load_model(
         folder: The checkpoint.
         config: Configuration of ``transformers``.
         model_class: Auto class of ``transformers``; None for the class of a language model.
-        is_unused: Whether the weight of a name may be missing, or not be the model's; None for no
-            weight.
+        optional: Parts of the model whose weights the checkpoint may lack.
+        foreign: Parts that the checkpoint may have besides the model's.
 
     Raises:
         OptionError: See ``load_decoder``.
@@ -217,7 +224,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # _check_loaded reports them
             output_loading_info=True,
         )
-    _check_loaded(folder, loaded, is_unused)
+    _check_loaded(folder, loaded, optional, foreign)
     return model.eval().requires_grad_(False)
 
 
@@ -339,10 +346,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _check_loaded(
-    folder: Path, loaded: Mapping[str, Any], is_unused: Callable[[str], bool] | None
+    folder: Path, loaded: Mapping[str, Any], optional: Sequence[str], foreign: Sequence[str]
 ) -> None:
-    """Refuse a model unless exactly the checkpoint's weights were loaded, besides unused ones."""
-    is_unused = is_unused or (lambda _: False)
+    """Refuse a model unless exactly the checkpoint's weights were loaded; see ``load_model``."""
     if loaded["mismatched_keys"]:
         name, shape, expected = min(loaded["mismatched_keys"])
         raise OptionError(
@@ -350,12 +356,17 @@ def _check_loaded(
             got=f"{list(shape)} for {name}",
             expected=str(list(expected)),
         )
-    missing = [name for name in loaded["missing_keys"] if not is_unused(name)]
+    missing = [name for name in loaded["missing_keys"] if not _is_in(name, optional)]
     if missing:
         raise OptionError(f"{folder} lacks a weight", expected=min(missing))
-    unknown = sorted(name for name in loaded["unexpected_keys"] if not is_unused(name))
+    unknown = sorted(name for name in loaded["unexpected_keys"] if not _is_in(name, foreign))
     if unknown:
         raise OptionError(
             f"{folder} has weights that its architecture does not have",
             got=f"{unknown[0]} and {len(unknown) - 1} more" if len(unknown) > 1 else unknown[0],
         )
+
+
+def _is_in(name: str, parts: Iterable[str]) -> bool:
+    """Whether a weight belongs to one of some parts of a model."""
+    return not set(parts).isdisjoint(name.split(".")[:-1])

@@ -14,7 +14,7 @@ have no pooling; they compute the logits of their labels, of one text or of a pa
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +44,9 @@ LENGTH = 512
 _MODULES = "modules.json"
 _WEIGHTS = "model.safetensors"
 _SCORES = "ForSequenceClassification"
+_OPTIONAL = ("pooler",)  # it computes no hidden state
+_HEADS = ("cls", "decoder", "head", "lm_head", "pooler", "predictions", "qa_outputs", "score")
+"""Parts that a checkpoint of another task has besides a base model."""
 _TOLERANCE = 1e-3  # of the largest value; padding changes the order of sums
 _PROBE_TOKENS = 5
 _FORWARD = "forward"
@@ -260,16 +263,11 @@ def load_encoder(
     if folder is None:
         model = random_model(config, seed, model_class)
     else:
-        model = load_model(folder, config, model_class, is_unused=_unused(scores=scores))
+        parts = {} if scores else {"optional": _OPTIONAL, "foreign": _HEADS}
+        model = load_model(folder, config, model_class, **parts)
     head = None if scores else _read_head(folder, pooling, normalizes)
     most = getattr(config, "max_position_embeddings", None) or LENGTH
     return TextEncoder(model, head, lengths or (min(LENGTH, most),))
-
-
-def _unused(*, scores: bool) -> Callable[[str], bool]:
-    """Return whether the weight of a name is unused: heads of base models, and the pooler."""
-    heads = () if scores else ("pooler.", "cls.", "lm_head.", "vocab_", "head.", "decoder.")
-    return lambda name: any(f".{head}" in f".{name}" for head in heads)
 
 
 def _read_head(folder: Path | None, pooling: Pooling | None, normalizes: bool | None) -> Head:

@@ -164,8 +164,8 @@ class Sampler:
             token = self._draw(Candidates.of_logits(adjusted, self.sampling.top_k))
         if self._most_probable is not None:
             shares = logits.double().log_softmax(0)
-            best = Candidates.of_logits(shares, self._most_probable)
-            listed = dict(zip(best.tokens.tolist(), shares[best.tokens].tolist(), strict=True))
+            best = Candidates.of_logits(shares).tokens[: self._most_probable]
+            listed = dict(zip(best.tolist(), shares[best].tolist(), strict=True))
             self.log_probabilities.append(LogProbabilities(token, float(shares[token]), listed))
         self._generated.add(token)
         return token

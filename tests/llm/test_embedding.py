@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.lowering import fp32_specs
 from support.text_tokenizer import save_tokenizer, text_of
 from support.tolerances import ATOL_RTOL_LOGITS, SQNR_FP16, sqnr_db
@@ -256,6 +256,19 @@ def test_checkpoints_of_masked_language_models_lose_their_head(tmp_path):
     with torch.no_grad():
         vector = expected(model.eval().bert, Pooling.MEAN, TEXT)
         torch.testing.assert_close(encoder(torch.tensor([TEXT]), mask)[0], vector)
+
+
+def test_checkpoints_without_a_weight_of_a_layer_are_refused(tmp_path):
+    BERT.make().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lost = "encoder.layer.1.output.dense.weight"
+    kept = {name: w for name, w in weights.items() if name != lost and "pooler" not in name}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    path = tmp_path / "config.json"
+    with pytest.raises(OptionError, match=f"lacks a weight: expected {lost}"):
+        load_encoder(tmp_path, path, lengths=(16,), pooling=Pooling.MEAN)
+    save_file({**kept, lost: weights[lost]}, tmp_path / "model.safetensors", {"format": "pt"})
+    load_encoder(tmp_path, path, lengths=(16,), pooling=Pooling.MEAN)
 
 
 def test_wrong_texts_are_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from llm.test_families import model
@@ -135,6 +137,13 @@ def test_generated_text_and_probabilities_are_those_of_transformers():
         actual = torch.tensor([entry.chosen, *entry.most_probable.values()], dtype=torch.float64)
         wanted = torch.cat((row[entry.token, None], largest.values))
         torch.testing.assert_close(actual, wanted, atol=2 * atol, rtol=rtol)
+
+
+def test_probabilities_of_the_chosen_tokens_only():
+    sampler = Sampler(Sampling(), logprobs=0)
+    assert sampler(torch.zeros(4)) == 0
+    (entry,) = sampler.log_probabilities
+    assert (entry.chosen, entry.most_probable) == (pytest.approx(-math.log(4)), {})
 
 
 def test_probabilities_need_the_logits_of_all_tokens():

@@ -30,7 +30,7 @@ RULES = QuantizationAssignment(
         "model.layers.1.mlp.down_proj": mode_of("int8-group16"),
     },
 )
-"""Of the 14 linear layers of two blocks of Llama: 7 by palettes, 6 in integers, 1 in float."""
+"""A Llama of two blocks has 7 layers with palettes, 6 with integers and 1 in float."""
 
 
 def decoder() -> Decoder:

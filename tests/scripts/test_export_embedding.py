@@ -11,8 +11,9 @@ from llm.test_embedding import TEXT, VOCABULARY, scoring
 from support.command import leftovers
 from support.text_tokenizer import text_of
 
-from coreml_delegate.llm.embedding import Embedder
+from coreml_delegate.llm.embedding import Embedder, Pooling
 from coreml_delegate.scripts.cli import main
+from coreml_delegate.scripts.commands.export_embedding import POOLINGS
 
 BERT = {
     "architectures": ["BertModel"],
@@ -31,6 +32,10 @@ def config(tmp_path) -> Path:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(BERT))
     return path
+
+
+def test_the_command_has_the_poolings():
+    assert {pooling.value for pooling in Pooling} == set(POOLINGS)
 
 
 def test_a_method_for_each_length(config, tmp_path, capsys):

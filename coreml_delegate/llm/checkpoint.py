@@ -11,6 +11,7 @@ import torch
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.quantized_checkpoint import decode, require_format
 from coreml_delegate.llm.stored_weights import stored_weights
 from coreml_delegate.llm.vision import (
     FAMILIES,
@@ -26,6 +27,7 @@ CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_QUANTIZATION = "quantization_config"
 _DEFAULT_CONTEXT = 2048  # for models whose configuration has no limit
 
 # Auto classes of transformers, each with the mapping of its configurations.
@@ -63,7 +65,7 @@ def read_any_config(path: Path) -> Any:
 
     Raises:
         OptionError: The file does not exist or is malformed, the architecture is unknown, or the
-            checkpoint is quantized.
+            checkpoint is quantized in an unknown format.
     """
     return _config_of(path, _read_values(path))
 
@@ -81,13 +83,14 @@ def _read_values(path: Path) -> dict[str, Any]:
 
 
 def _config_of(path: Path, values: Mapping[str, Any]) -> Any:
-    if values.get("quantization_config") is not None:
-        raise OptionError(
-            f"{path}: quantized checkpoints are not supported",
-            remedy="Use the unquantized checkpoint, and pass --quantize",
-        )
+    is_quantized = values.get(_QUANTIZATION) is not None
+    if is_quantized:
+        require_format(values[_QUANTIZATION])
     with wrap_errors(f"transformers cannot read {path}"):
-        return transformers().AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers().AutoConfig.from_pretrained(path, local_files_only=True)
+    if is_quantized:
+        delattr(config, _QUANTIZATION)  # load_model reads it from the file
+    return config
 
 
 def _refuse_kind(path: Path, kind: str, *, text_only: bool) -> None:
@@ -212,13 +215,15 @@ def load_model(
         OptionError: See ``load_decoder``.
     """
     files = _weight_files(folder)
+    quantization = read_json(folder / CONFIG).get(_QUANTIZATION)
     with torch.device("meta"), wrap_errors("transformers cannot make the model"):
         empty = (model_class or _model_class(config)).from_config(config)
     with wrap_errors(f"cannot read weights from {folder}"):
+        weights = stored_weights(files)
         model, loaded = type(empty).from_pretrained(
             None,
             config=empty.config,
-            state_dict=stored_weights(files),
+            state_dict=weights if quantization is None else decode(weights, quantization, files),
             dtype=torch.float32,
             attn_implementation="eager",
             ignore_mismatched_sizes=True,  # _check_loaded reports them

@@ -35,6 +35,7 @@ from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import TOKEN_EMBEDDING, CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.neural_engine import NeuralEngineDecoder, NeuralEngineForward
+from coreml_delegate.llm.quantized_checkpoint import is_quantized, kept_quantization
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.opaque_ops.recorded_compression import is_record
 from coreml_delegate.partition import CoreMLPartitioner
@@ -61,7 +62,8 @@ def quantize_weights(
     """Quantize weights in place; activations stay in floating point.
 
     Modules that share the embedding's weight, such as the head, are quantized as the embedding.
-    Routers of experts are not quantized.
+    Routers of experts are not quantized. Layers that the checkpoint stores quantized keep its
+    integers.
 
     Args:
         decoder: The model, which is changed.
@@ -77,14 +79,21 @@ def quantize_weights(
     vocabulary = _vocabulary(decoder)
     linears = linear_layers(decoder)
     modes = {} if linear is None else _modes_by_layer(linears, linear)
+    stored = [layer for layer in (*linears.values(), *vocabulary) if is_quantized(layer.weight)]
     layers = [(name, linears[name], mode) for name, mode in modes.items()]
     if embedding is not None:
         layers.append(("the embedding", decoder.embedding, embedding))
+    layers = [row for row in layers if row[1] not in stored]
     _check_division(layers)
-    for name, mode in modes.items():
-        _replace_weight([linears[name]], quantized_weight(linears[name], mode))
-    if embedding is not None:
-        _replace_weight(vocabulary, _quantize(table, embedding))
+    for _, layer, mode in layers:
+        if layer is decoder.embedding:
+            _replace_weight(vocabulary, _quantize(table, mode))
+        else:
+            _replace_weight([layer], quantized_weight(layer, mode))
+    for layer in stored:
+        if is_quantized(layer.weight):  # not yet replaced with another layer's
+            sharing = [other for other in stored if other.weight is layer.weight]
+            _replace_weight(sharing, kept_quantization(layer.weight).tensor())
 
 
 def quantized_weight(layer: Any, mode: QuantizationMode) -> Any:

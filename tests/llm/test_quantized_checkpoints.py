@@ -92,7 +92,9 @@ def gptq(bits: int, *, form: str = "gptq", symmetric: bool = False, order: Any =
         groups = torch.arange(weight.shape[1]) // GROUP
         matrix = dense(integers, scale, zero)
         if order is not None:
-            columns = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(order))
+            columns = torch.randperm(
+                weight.shape[1], generator=torch.Generator().manual_seed(order)
+            )
             integers, matrix, groups = integers[:, columns], matrix[:, columns], groups[columns]
         stored = zero if form == "gptq_v2" else (zero - 1) % 2**bits
         parts = {

@@ -333,7 +333,7 @@ def test_checkpoint_and_random_exclude_each_other(sources, capsys):
 
 def test_a_missing_checkpoint_is_an_error(capsys):
     assert main(["export-llm", "nowhere", "-o", "model.pte"]) == 1
-    assert "no such checkpoint folder: got nowhere" in capsys.readouterr().err
+    assert "no such checkpoint: got nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ _WITHOUT_NEURAL_ENGINE = (ComputeUnit.CPU_ONLY, ComputeUnit.CPU_AND_GPU)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    checkpoints.add_checkpoint(parser, "transformers saves them")
+    checkpoints.add_checkpoint(parser, "transformers saves them", ", or a .gguf file")
     add_number(
         parser,
         "--context",
@@ -502,8 +502,8 @@ def _source_rows(layout: Layout) -> list[tuple[str, str]]:
 COMMAND = Command(
     name="export-llm",
     summary="lower a language model to a .pte that generates text",
-    description="Lower a language model of transformers, from a local checkpoint folder or with "
-    "random weights, to a .pte for coreml-delegate generate.",
+    description="Lower a language model of transformers, from a local checkpoint folder, a GGUF "
+    "file or with random weights, to a .pte for coreml-delegate generate.",
     add_arguments=add_arguments,
     run=run,
 )

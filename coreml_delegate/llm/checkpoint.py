@@ -247,7 +247,7 @@ def load_model(
 
 
 def _load_files(folder: Path, config: Any, model_class: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return a model with the weights of ``*.safetensors``, and what ``transformers`` says of it."""
+    """Return a model with the weights of ``*.safetensors``, and the report of its loading."""
     files = _weight_files(folder)
     quantization = read_json(folder / CONFIG).get(_QUANTIZATION)
     with torch.device("meta"), wrap_errors("transformers cannot make the model"):

@@ -79,7 +79,8 @@ def quantize_weights(
     vocabulary = _vocabulary(decoder)
     linears = linear_layers(decoder)
     modes = {} if linear is None else _modes_by_layer(linears, linear)
-    stored = [layer for layer in (*linears.values(), *vocabulary) if is_quantized(layer.weight)]
+    modules: list[Any] = [*linears.values(), *vocabulary]
+    stored = [module for module in modules if is_quantized(module.weight)]
     layers = [(name, linears[name], mode) for name, mode in modes.items()]
     if embedding is not None:
         layers.append(("the embedding", decoder.embedding, embedding))
@@ -90,10 +91,11 @@ def quantize_weights(
             _replace_weight(vocabulary, _quantize(table, mode))
         else:
             _replace_weight([layer], quantized_weight(layer, mode))
-    for layer in stored:
-        if is_quantized(layer.weight):  # not yet replaced with another layer's
-            sharing = [other for other in stored if other.weight is layer.weight]
-            _replace_weight(sharing, kept_quantization(layer.weight).tensor())
+    for module in stored:
+        integers = kept_quantization(module.weight)
+        if integers is not None:  # not replaced with the weight of another module
+            sharing = [other for other in stored if other.weight is module.weight]
+            _replace_weight(sharing, integers.tensor())
 
 
 def quantized_weight(layer: Any, mode: QuantizationMode) -> Any:

@@ -38,7 +38,7 @@ _FLOATS = ("F32", "F16", "BF16", "F64")
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is that of a GGUF file, by its suffix."""
+    """Whether a path has the suffix of GGUF files."""
     return path.suffix.lower() == ".gguf"
 
 
@@ -60,7 +60,7 @@ def read_gguf_config(path: Path) -> Any:
 
 
 def load_gguf(path: Path, config: Any, model_class: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the model in a GGUF file, and what ``transformers`` says of its weights.
+    """Return the model in a GGUF file, and the report of its loading.
 
     Args:
         path: The file.
@@ -114,22 +114,22 @@ def _keep_blocks(path: Path, model: nn.Module) -> None:
         if read is not None:
             rows = _digests(library.dequantize(tensor.data, tensor.tensor_type))
             sources[_key(rows)] = rows, read
-    kept: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module.named_parameters(recurse=False):
-            if weight.dim() != 2:  # noqa: PLR2004 - a matrix
+            if weight.dim() != 2:
                 continue
             rows = _digests(weight.detach().numpy())
             if (source := sources.get(_key(rows))) is not None:
-                if id(weight) not in kept:
+                if id(weight) not in replacements:
                     stored = StoredWeight(_source(rows, *source), weight.shape)
-                    kept[id(weight)] = nn.Parameter(stored, requires_grad=False)
-                setattr(module, name, kept[id(weight)])
-    if quantized > len(kept):
+                    replacements[id(weight)] = nn.Parameter(stored, requires_grad=False)
+                setattr(module, name, replacements[id(weight)])
+    if quantized > len(replacements):
         _logger.warning(
             "%d of %d quantized weights of %s are used in floating point, because Core ML has no "
             "form for them",
-            quantized - len(kept),
+            quantized - len(replacements),
             quantized,
             path,
         )
@@ -168,8 +168,8 @@ def _in_order(read: Callable[[], GroupedIntegers], order: Sequence[int]) -> Grou
 
 
 def _reader(kind: str, tensor: Any) -> Callable[[], GroupedIntegers] | None:
-    """Return a function that reads the integers of a matrix; None if its blocks have none."""
-    if len(tensor.shape) != 2:  # noqa: PLR2004 - a matrix
+    """Return a function that reads the integers of a matrix; None for blocks without integers."""
+    if len(tensor.shape) != 2:
         return None
     if kind in _BLOCKS:
         return partial(_read_blocks, tensor, *_BLOCKS[kind])
@@ -186,7 +186,7 @@ _SUPER_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")
 """Blocks of 256 weights that ExecuTorch reads."""
 
 
-def _read_blocks(tensor: Any, bits: int, has_least: bool) -> GroupedIntegers:  # noqa: FBT001
+def _read_blocks(tensor: Any, bits: int, has_least: bool) -> GroupedIntegers:
     library = import_optional("gguf")
     values = torch.from_numpy(library.dequantize(tensor.data, tensor.tensor_type))
     (outputs, inputs), groups = values.shape, values.shape[1] // _GROUP

@@ -153,7 +153,7 @@ def _method(quantization: Mapping[str, Any]) -> str:
 
 
 def _layers(tensors: dict[str, torch.Tensor], key: str) -> list[tuple[str, Tensors]]:
-    """Take out the tensors of each layer that has one named ``key``, except the bias.
+    """Take out the tensors, without the bias, of each layer that has a tensor named ``key``.
 
     Returns:
         Prefixes of names, each with the tensors by the rest of their names.

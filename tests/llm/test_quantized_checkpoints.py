@@ -13,7 +13,7 @@ from llm.test_families import CHUNK, CONTEXT, PROMPT
 from safetensors.torch import load_file, save_file
 from support.checkpoints import CONFIG, save
 from support.lowering import fp32_specs
-from support.tolerances import ATOL_RTOL_LOGITS, logits_bounds
+from support.tolerances import logits_bounds
 from torch import nn
 
 from coreml_delegate import CoreMLPartitioner

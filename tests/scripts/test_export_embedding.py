@@ -97,3 +97,10 @@ def test_a_folder_that_does_not_exist(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["export-embedding", "-o", str(tmp_path / "model.pte")])
     assert "exactly one is required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answers", ["yes", "yes,", ",no"])
+def test_answers_are_two_tokens(answers, config, capsys):
+    with pytest.raises(SystemExit):
+        main(["export-embedding", "--random", str(config), "-o", "m.pte", "--answers", answers])
+    assert "two tokens with a comma between them" in capsys.readouterr().err

@@ -12,7 +12,12 @@ import torch
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.gguf import is_gguf, load_gguf, read_gguf_config
-from coreml_delegate.llm.quantized_checkpoint import decode, require_format
+from coreml_delegate.llm.quantized_checkpoint import (
+    count_quantized,
+    decode,
+    require_format,
+    warn_of_floats,
+)
 from coreml_delegate.llm.stored_weights import stored_weights
 from coreml_delegate.llm.vision import (
     FAMILIES,
@@ -254,15 +259,20 @@ def _load_files(folder: Path, config: Any, model_class: Any) -> tuple[Any, Mappi
         empty = model_class.from_config(config)
     with wrap_errors(f"cannot read weights from {folder}"):
         weights = stored_weights(files)
-        return type(empty).from_pretrained(
+        if quantization is not None:
+            weights = decode(weights, quantization, files)
+        quantized = count_quantized(weights.values())
+        model, loaded = type(empty).from_pretrained(
             None,
             config=empty.config,
-            state_dict=weights if quantization is None else decode(weights, quantization, files),
+            state_dict=weights,
             dtype=torch.float32,
             attn_implementation="eager",
             ignore_mismatched_sizes=True,  # _check_loaded reports them
             output_loading_info=True,
         )
+    warn_of_floats(quantized, model.parameters(), "the model computes others from them")
+    return model, loaded
 
 
 def _decoder(
@@ -278,7 +288,11 @@ def _decoder(
                 remedy="Leave images out with --text-only",
             )
         return VisionDecoder(model, **options)
-    return kind(model, **options)
+    quantized = count_quantized(model.parameters())
+    decoder = kind(model, **options)
+    kept = decoder.parameters() if kind is Decoder else ()  # other forms have their own modes
+    warn_of_floats(quantized, kept, "the form of the layers changes them")
+    return decoder
 
 
 def most_context(config: Any) -> int:

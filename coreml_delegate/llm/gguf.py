@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import partial
@@ -23,7 +22,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.llm.quantized_checkpoint import GroupedIntegers, QuantizedSource
+from coreml_delegate.llm.quantized_checkpoint import (
+    GroupedIntegers,
+    QuantizedSource,
+    warn_of_floats,
+)
 from coreml_delegate.llm.stored_weights import StoredWeight
 from coreml_delegate.patches.third_party import (
     import_optional,
@@ -32,7 +35,6 @@ from coreml_delegate.patches.third_party import (
     wrap_errors,
 )
 
-_logger = logging.getLogger(__name__)
 _REQUIRED = ("gguf", "accelerate")  # by transformers
 _FLOATS = ("F32", "F16", "BF16", "F64")
 
@@ -125,14 +127,7 @@ def _keep_blocks(path: Path, model: nn.Module) -> None:
                     stored = StoredWeight(_source(rows, *source), weight.shape)
                     replacements[id(weight)] = nn.Parameter(stored, requires_grad=False)
                 setattr(module, name, replacements[id(weight)])
-    if quantized > len(replacements):
-        _logger.warning(
-            "%d of %d quantized weights of %s are used in floating point, because Core ML has no "
-            "form for them",
-            quantized - len(replacements),
-            quantized,
-            path,
-        )
+    warn_of_floats(quantized, replacements.values(), "Core ML has no form for them")
 
 
 def _digests(matrix: NDArray[np.float32]) -> list[bytes]:

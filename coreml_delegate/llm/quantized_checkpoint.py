@@ -117,16 +117,32 @@ def decode(
     """
     require_format(quantization)
     weights = _READERS[_method(quantization)](dict(tensors), quantization, files)
-    decoded = [name for name, weight in weights.items() if weight is not tensors.get(name)]
-    floats = [name for name in decoded if not is_quantized(weights[name])]
-    if floats:
-        _logger.warning(
-            "%d quantized weights are used in floating point, because Core ML has no form for "
-            "them (%s, for example)",
-            len(floats),
-            floats[0],
-        )
+    decoded = [weight for name, weight in weights.items() if weight is not tensors.get(name)]
+    warn_of_floats(len(decoded), decoded, "Core ML has no form for them")
     return weights
+
+
+def count_quantized(weights: Iterable[torch.Tensor]) -> int:
+    """Return the number of weights that their checkpoint stores quantized."""
+    return sum(map(is_quantized, weights))
+
+
+def warn_of_floats(quantized: int, weights: Iterable[torch.Tensor], reason: str) -> None:
+    """Log that some quantized weights have become floats.
+
+    Args:
+        quantized: Number of weights that were quantized.
+        weights: What they have become, and others.
+        reason: Why.
+    """
+    floats = quantized - count_quantized(weights)
+    if floats > 0:
+        _logger.warning(
+            "%d of %d quantized weights are used in floating point, because %s",
+            floats,
+            quantized,
+            reason,
+        )
 
 
 def require_format(quantization: object) -> None:

@@ -383,6 +383,15 @@ def test_a_gguf_file_is_exported_with_its_tokenizer(tmp_path, capsys):
     assert output.stat().st_size < 3 * sum(p.numel() for p in model.parameters())
 
 
+def test_the_form_for_the_neural_engine_says_what_becomes_of_quantized_weights(tmp_path, capsys):
+    checkpoint, output = tmp_path / "llama.gguf", tmp_path / "model.pte"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    write_gguf(checkpoint, tiny_model("llama", vocab_size=TOKENS, **sizes), "Q4_0")
+    command = ["export-llm", str(checkpoint), "-o", str(output), "--for", "neural-engine"]
+    assert main(command) == 0
+    assert "9 of 9 quantized weights are used in floating point" in capsys.readouterr().err
+
+
 def test_a_malformed_gguf_file_is_one_error(tmp_path, capsys):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGML")

@@ -27,7 +27,7 @@ from coreml_delegate.llm.states import State, StateLayer
 _MOST = 2048  # integers that fp16 holds exactly
 
 _IMAGES = ("images", 0)
-COUNTER = LayerCache(None, None, None, (State(_IMAGES, (1, 1)),))
+COUNTER = LayerCache(None, None, None, (State(_IMAGES, (1, 1, 1)),))
 """Cache of the number of images that have begun, after the caches of a model's layers."""
 
 
@@ -136,7 +136,7 @@ class ImageRows(nn.Module):
         if counter is not None:
             before = counter.past(_IMAGES)
             counter.replace(_IMAGES, before + begins.to(before.dtype).sum())
-            begun = begun + before[0].to(torch.long)
+            begun = begun + before[0, 0].to(torch.long)
         # An image takes as many positions as its longer side has rows.
         saved = self.count - max(self.grid or ())
         complete = begun - (numbers > 0).to(torch.long)

@@ -230,6 +230,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen2_vl": _GridFamily(),
     "qwen2_5_vl": _GridFamily(),
     "qwen3_vl": _GridFamily(),
+    "qwen3_5": _GridFamily(),
 }
 """Supported families by ``model_type``."""
 
@@ -241,7 +242,6 @@ _CROSS = "layers of the language model that attend to the image"
 REFUSED: Mapping[str, str] = {
     "paligemma": f"{_BIDIRECTIONAL} and of the prompt",
     "glm4v": _POSITIONS,
-    "qwen3_5": _POSITIONS,
     "llava_next": _TILES,
     "llava_onevision": _TILES,
     "mistral3": "images of any size",
@@ -323,9 +323,9 @@ class VisionDecoder(Decoder):
             count = family.positions(model, pixels)
             text = torch.tensor([_probe_text(config.image_token_id, count)])
             self._require_room(context, text.shape[1], count)
+            image_rows = family.rows(config, size, count)
             inputs = family.model_inputs(config, pixels, text)
             expected = model(input_ids=text, **inputs).logits
-            image_rows = family.rows(config, size, count)
             axes = None if image_rows.grid is None else read_axes(model.get_decoder())
             family.prepare(model, size)
         super().__init__(model, context=context)

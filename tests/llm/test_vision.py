@@ -29,7 +29,7 @@ from support.vision_families import (
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError, LoweringError, OptionError
-from coreml_delegate.llm import vision
+from coreml_delegate.llm import patch_towers, vision
 from coreml_delegate.llm.checkpoint import load_decoder, read_config
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
@@ -221,6 +221,44 @@ def test_an_image_needs_room():
     assert VisionDecoder(tiny_vision_model("llava"), context=19).context == 19
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("llava", (56, 70), "one size: got --image-size 56 x 70, expected 56 x 56. Leave out"),
+        ("qwen2_vl", (56, 70), "size: got --image-size 56 x 70, expected multiples of 28 pixels"),
+        ("qwen3_vl", (28 * 64, 28 * 33), "too many positions: got 2,112, expected at most 2,048"),
+    ],
+)
+def test_sizes_that_a_model_does_not_take_are_refused(name, size, message):
+    with pytest.raises(OptionError, match=message):
+        VisionDecoder(tiny_vision_model(name), context=4096, image_size=size)
+
+
+def test_models_of_images_of_any_size_have_a_default():
+    config = tiny_vision_model("qwen2_5_vl").config
+    assert vision.image_size(config) == (448, 448)
+    config.vision_config.patch_size = 16
+    assert vision.image_size(config) == (448, 448)
+    config.vision_config.patch_size = 15
+    assert vision.image_size(config) == (420, 420)
+    assert vision.image_size(config, (60, 30)) == (60, 30)
+
+
+def test_an_image_whose_rows_see_each_other_is_in_one_call():
+    decoder = decoder_of("gemma3")
+    layout = replace(layout_of(decoder, name="gemma3"), chunk=15)
+    with pytest.raises(
+        OptionError, match=r"one call: got chunks of 15 tokens, expected at least 16"
+    ):
+        export_methods(decoder, layout)
+    image = layout.image
+    assert image is not None
+    assert list(image.calls(40, [2, 20], 18)) == [18, 2, 18, 2]
+    assert list(image.calls(40, [1, 17], 16)) == [1, 16, 16, 7]
+    assert list(image.calls(40, [3], 8)) == [8] * 5
+    assert list(image.calls(5, [], 8)) == [5]
+
+
 @pytest.mark.parametrize("model_type", [*vision.TEXT_REFUSED, "blip-2"])
 def test_other_architectures_are_refused(model_type, tmp_path):
     reason = vision.REFUSED.get(model_type)
@@ -277,6 +315,7 @@ PROCESSORS = {
         "size": {"longest_edge": 150},
     },
     "GotOcr2ImageProcessor": {"size": {"height": 56, "width": 56}},
+    "Gemma3ImageProcessor": {"size": {"height": 56, "width": 56}},
 }
 
 
@@ -294,6 +333,31 @@ def test_images_are_prepared_as_by_transformers(name, crop, tmp_path):
     assert pixels.shape == (1, 3, 56, 56)
     atol, rtol = ATOL_RTOL["fp32"]
     torch.testing.assert_close(pixels, expected_pixels.view(1, 3, 56, 56), atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("crop", [(0, 427, 0, 640), (0, 427, 0, 201)])
+@pytest.mark.parametrize("patch", [14, 16])
+def test_images_of_any_size_are_prepared_as_by_transformers(patch, crop, tmp_path):
+    """An image to which the processor gives the size that the model was exported for."""
+    pillow = pytest.importorskip("PIL.Image")
+    top, bottom, left, right = crop
+    image = pillow.fromarray(load_sample_image("china.jpg")[top:bottom, left:right])
+    library = transformers()
+    saved = library.Qwen2VLImageProcessor(
+        patch_size=patch, size={"shortest_edge": 56 * 56, "longest_edge": 120**2}
+    )
+    saved.save_pretrained(tmp_path)
+    processor = library.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    expected = processor(images=image, return_tensors="pt")
+    _, rows, columns = expected["image_grid_thw"][0].tolist()
+    assert rows != columns
+    pixels = Preparation.read(tmp_path, (rows * patch, columns * patch)).pixels(image)
+    assert pixels.shape == (1, 3, rows * patch, columns * patch)
+    config = library.Qwen2VLConfig().vision_config
+    config.patch_size = patch
+    patches = patch_towers.patches_of(pixels, config)
+    atol, rtol = ATOL_RTOL["fp32"]
+    torch.testing.assert_close(patches, expected["pixel_values"], atol=atol, rtol=rtol)
 
 
 def test_images_may_be_described_with_the_whole_processor(tmp_path):

@@ -222,6 +222,30 @@ FAMILIES: Mapping[str, VisionFamily] = {
         size=(2 * 28, 3 * 28),
         chooses_size=True,
     ),
+    "qwen3_5": VisionFamily(
+        "Qwen 3.5",
+        "its own, for any size; positions of three dimensions",
+        {**_QWEN_TOWER, "num_position_embeddings": 16},
+        6,
+        _QWEN_TOKENS,
+        {
+            "model_type": "qwen3_5_text",
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "rope_parameters": {
+                **_ROTARY,
+                "partial_rotary_factor": 0.25,
+                "mrope_interleaved": True,
+            },
+        },
+        _patches,
+        size=(3 * 28, 2 * 28),
+        chooses_size=True,
+    ),
 }
 """By ``model_type``."""
 
@@ -313,9 +337,9 @@ def tiny_vision_model(name: str, **changes: Any) -> Any:
     return model
 
 
-def whole_text(name: str, tokens: list[int]) -> torch.Tensor:
+def whole_text(name: str, tokens: list[int], positions: int | None = None) -> torch.Tensor:
     """Tokens [1, L] with one image token for each position of an image."""
-    positions = (FAMILIES | VARIANTS)[name].positions
+    positions = positions or (FAMILIES | VARIANTS)[name].positions
     repeated = ([token] * (positions if token == IMAGE else 1) for token in tokens)
     return torch.tensor([[token for part in repeated for token in part]])
 

@@ -253,7 +253,8 @@ def test_an_image_whose_rows_see_each_other_is_in_one_call():
         export_methods(decoder, layout)
     image = layout.image
     assert image is not None
-    assert list(image.calls(40, [2, 20], 18)) == [18, 2, 18, 2]
+    assert list(image.calls(40, [2, 20], 18)) == [18, 18, 4]
+    assert list(image.calls(40, [2, 20], 17)) == [2, 17, 17, 4]
     assert list(image.calls(40, [1, 17], 16)) == [1, 16, 16, 7]
     assert list(image.calls(40, [3], 8)) == [8] * 5
     assert list(image.calls(5, [], 8)) == [5]

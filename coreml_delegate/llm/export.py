@@ -169,7 +169,8 @@ def export_methods(
         cache_dtype: Of caches that are not Core ML states, whose dtype is Core ML's.
 
     Raises:
-        OptionError: ``layout.replaced`` differs from ``decoder.replaced``.
+        OptionError: ``layout.replaced`` differs from ``decoder.replaced``, or a chunk is too short
+            for an image.
         LoweringError: ``torch.export`` cannot capture the model.
         OptionError: The layout selects more tokens than the vocabulary has.
     """
@@ -182,13 +183,20 @@ def export_methods(
             got=f"replaced caches {layout.replaced}",
             expected=str(replaced),
         )
+    if layout.chunk < decoder.least_chunk:
+        raise OptionError(
+            "an image whose positions see each other has to be in one call",
+            got=f"chunks of {layout.chunk} tokens",
+            expected=f"at least {decoder.least_chunk}",
+            remedy=f"Export with --prefill-chunk {decoder.least_chunk}",
+        )
     read_weights(decoder)
     exported: dict[str, ExportedProgram] = {}
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
         input_modules = decoder.input_modules(layout.chunk)
         for method, (module, example) in zip(layout.input_methods, input_modules, strict=True):
             if method == TOKEN_EMBEDDING:
-                module = StandardEmbedding(decoder.embedding, layout.chunk)
+                module = StandardEmbedding(module, layout.chunk)
             exported[method] = _export(module, (example,), layout)
         for adapter in (None, *adapters):
             name = None if adapter is None else adapter.name

@@ -148,6 +148,7 @@ def export_methods(
     adapters: Sequence[Adapter] = (),
     *,
     cache_dtype: torch.dtype = torch.float32,
+    all_logits: bool = False,
 ) -> dict[str, ExportedProgram]:
     """Export the methods in ATen dialect; they share the decoder's weights.
 
@@ -156,14 +157,22 @@ def export_methods(
         layout: Kind of the caches, chunk and context, and names of the adapters.
         adapters: The adapters, in the order of their names.
         cache_dtype: Of caches that are not Core ML states, whose dtype is Core ML's.
+        all_logits: Whether a call returns the logits of all its tokens, not of the last only.
 
     Raises:
-        OptionError: ``layout.replaced`` differs from ``decoder.replaced``.
+        OptionError: ``layout.replaced`` differs from ``decoder.replaced``; or the layout or the
+            form of the model returns the logits of one token only.
         LoweringError: ``torch.export`` cannot capture the model.
         OptionError: The layout selects more tokens than the vocabulary has.
     """
     if layout.selection is not None:
         layout.selection.check(layout.vocabulary)
+    if all_logits and (not layout.standard or isinstance(decoder, NeuralEngineDecoder)):
+        raise OptionError(
+            "only the layout standard, without the form for the neural engine, returns the logits "
+            "of every token",
+            got=f"the layout {layout.name} of {type(decoder).__name__}",
+        )
     replaced = decoder.replaced if layout.cache is CacheKind.IO else ()
     if layout.replaced != replaced:
         raise OptionError(
@@ -181,7 +190,7 @@ def export_methods(
             exported[method] = _export(module, (example,), layout)
         for adapter in (None, *adapters):
             name = None if adapter is None else adapter.name
-            modules = _method_modules(decoder, layout, name, cache_dtype)
+            modules = _method_modules(decoder, layout, name, cache_dtype, all_logits=all_logits)
             with attached(decoder, adapter):
                 for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
                     exported[method] = _export(module, inputs, layout)
@@ -205,7 +214,12 @@ def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], layout: Layout)
 
 
 def _method_modules(
-    decoder: Decoder, layout: Layout, adapter: str | None, cache_dtype: torch.dtype
+    decoder: Decoder,
+    layout: Layout,
+    adapter: str | None,
+    cache_dtype: torch.dtype,
+    *,
+    all_logits: bool,
 ) -> list[tuple[nn.Module, tuple[Any, ...]]]:
     """Return the modules of the methods, each with its inputs."""
     # Two tensors, because torch.export merges inputs that are the same object.
@@ -218,7 +232,7 @@ def _method_modules(
         forward = (
             NeuralEngineForward(decoder, layout, **options)
             if isinstance(decoder, NeuralEngineDecoder)
-            else StandardForward(decoder, layout, **options)
+            else StandardForward(decoder, layout, all_logits=all_logits, **options)
         )
         return [(forward, (chunk, position))]
     if layout.cache is CacheKind.STATE:

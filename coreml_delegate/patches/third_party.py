@@ -61,6 +61,7 @@ _EXTRAS = {
     "distributed": "cluster",
     "jax": "jax",
     "jaxlib": "jax",
+    "llguidance": "grammar",
     "safetensors": "llm",
     "sklearn": "demo",
     "tokenizers": "llm",

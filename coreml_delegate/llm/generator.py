@@ -211,6 +211,12 @@ class Generator:
         if (stored.program, stored.adapter) != (self._program.program.digest(), self._adapter):
             return False
         self._check_tokens(stored.tokens)
+        if len(stored.tokens) > self.layout.context:
+            raise InputError(
+                f"{path} does not fit into the context",
+                got=f"{len(stored.tokens)} tokens",
+                expected=f"at most {self.layout.context}",
+            )
         self._decoder.restore(stored.caches, len(stored.tokens))
         self._tokens = list(stored.tokens)
         return True

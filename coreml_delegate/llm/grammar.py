@@ -22,7 +22,7 @@ from coreml_delegate.patches.third_party import import_optional
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _BYTES = 256
-_NO_TOKEN = "NoExtension"  # reason why a matcher stopped
+_NO_TOKEN = "NoExtensionBias"  # error of the library
 _BYTE_TOKENIZER = "byte"  # name in llguidance of the tokenizer whose tokens are bytes
 
 
@@ -107,8 +107,7 @@ class Grammar:
             InputError: The rule is too complex for the library's limits, or no token may come.
         """
         bits = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-        if not self._matcher.stop_reason().startswith(_NO_TOKEN):
-            self._raise_error()
+        self._raise_error()
         tokens = torch.zeros(self._vocabulary, dtype=torch.bool)
         count = min(len(bits), self._vocabulary)
         tokens[:count] = bits[:count] > 0
@@ -116,10 +115,7 @@ class Grammar:
             if token < self._vocabulary:
                 tokens[token] = token in self._ends and self._matcher.is_accepting()
         if not tokens.any():
-            raise InputError(
-                "no token of the vocabulary continues a text of the grammar",
-                remedy="Change the grammar; check that the tokenizer is the model's own",
-            )
+            raise _no_token()
         return tokens
 
     def accept(self, token: int) -> None:
@@ -129,10 +125,19 @@ class Grammar:
             self._raise_error()
 
     def _raise_error(self) -> None:
-        if self._matcher.is_error():
-            raise InputError(
-                "the text does not follow the grammar", got=_first_line(self._matcher.get_error())
-            )
+        if not self._matcher.is_error():
+            return
+        reason = _first_line(self._matcher.get_error())
+        if reason == _NO_TOKEN:
+            raise _no_token()
+        raise InputError("the text does not follow the grammar", got=reason)
+
+
+def _no_token() -> InputError:
+    return InputError(
+        "no token of the vocabulary continues a text of the grammar",
+        remedy="Change the grammar; check that the tokenizer is the model's own",
+    )
 
 
 def _matcher() -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from pathlib import Path
 
@@ -159,7 +158,10 @@ def check_allowed(allowed: set[int], tokens, before: bytes) -> None:
     if allowed != expected:
         assert path is not None
         following = [text[len(before) :] for text in TEXTS if text.startswith(before)]
-        forced = os.path.commonprefix(following).decode()
+        columns = itertools.takewhile(
+            lambda column: len(set(column)) == 1, zip(*following, strict=False)
+        )
+        forced = bytes(column[0] for column in columns).decode()
         assert list(allowed) == load_tokenizer(path, vocabulary=size, bos=None).encode(forced)[:1]
         assert allowed < expected
 
@@ -190,7 +192,7 @@ def test_allowed_tokens_are_those_of_all_valid_texts(tokens):
 
 
 def test_the_texts_of_tokens_are_decoded_as_one(tokens):
-    path, size, texts, end = tokens
+    path, size, _, end = tokens
     tokenizer = load_tokenizer(path, vocabulary=size, bos=None)
     grammar = Grammar(json_rule(SCHEMA), path, vocabulary=size)
     sampler = Sampler(Sampling(temperature=1.0, seed=6), grammar=grammar)
@@ -288,7 +290,7 @@ def test_a_program_generates_a_text_of_the_grammar(tmp_path):
     sampler = Sampler(Sampling(), grammar=Grammar(rule, path, vocabulary=size))
     made = list(generator.generate(text, sampler))
     expected: list[int] = []
-    while text_of(expected) not in {w for w in words if w not in ("ab",)}:
+    while text_of(expected) not in words:
         logits = model(name)(torch.tensor([text + expected]), use_cache=False).logits[0, -1]
         begun = [word for word in words if word.startswith(text_of(expected))]
         allowed = {word[len(expected)] for word in begun}

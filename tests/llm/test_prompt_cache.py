@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 
@@ -137,10 +138,22 @@ def test_another_programs_file_is_not_used(path):
     other.feed([3, 4])
     assert not other.load_context(path)
     assert other.position == 2
-    adapter = load("llama", CacheKind.STATE)
-    adapter._adapter = "french"
-    assert not adapter.load_context(path)
     assert path.read_bytes() == before
+
+
+def test_a_program_takes_files_of_itself_and_its_adapter_only(path):
+    generator = load("llama", CacheKind.STATE)
+    generator.feed([3, 4, 5])
+    generator.save_context(path)
+    stored = PromptCache.read(path)
+    assert (stored.program, stored.adapter) == (
+        hashlib.sha256(program("llama", CacheKind.STATE)).hexdigest(),
+        "",
+    )
+    for change in ({"program": "0" * 64}, {"adapter": "french"}):
+        replace(stored, **change).write(path)
+        assert not generator.load_context(path)
+    assert generator.position == 3
 
 
 def test_damaged_files_are_errors_and_nothing_is_replaced(path):
@@ -174,7 +187,7 @@ def test_damaged_files_are_errors_and_nothing_is_replaced(path):
     [
         ({"tokens": (3, 4, 4000)}, "the token is not in the model's vocabulary: got 4000"),
         ({"tokens": ()}, "there is no token"),
-        ({"tokens": (3,) * (CONTEXT + 1)}, f"the context of {CONTEXT} tokens is too short"),
+        ({"tokens": (3,) * (CONTEXT + 1)}, "does not fit into the context: got 97 tokens"),
         ({"caches": {}}, "the snapshot lacks states"),
     ],
 )

@@ -159,6 +159,7 @@ def export_methods(
     adapters: Sequence[Adapter] = (),
     *,
     cache_dtype: torch.dtype = torch.float32,
+    all_logits: bool = False,
 ) -> dict[str, ExportedProgram]:
     """Export the methods in ATen dialect; they share the decoder's weights.
 
@@ -167,15 +168,47 @@ def export_methods(
         layout: Kind of the caches, chunk and context, and names of the adapters.
         adapters: The adapters, in the order of their names.
         cache_dtype: Of caches that are not Core ML states, whose dtype is Core ML's.
+        all_logits: Whether a call returns the logits of all its tokens, not of the last only.
 
     Raises:
-        OptionError: ``layout.replaced`` differs from ``decoder.replaced``, or a chunk is too short
-            for an image.
-        LoweringError: ``torch.export`` cannot capture the model.
+        OptionError: ``layout.replaced`` differs from ``decoder.replaced``; a chunk is too short for
+            an image; or the layout or the form of the model returns the logits of one token only.
         OptionError: The layout selects more tokens than the vocabulary has.
+        LoweringError: ``torch.export`` cannot capture the model.
     """
+    _check_layout(decoder, layout, all_logits=all_logits)
+    read_weights(decoder)
+    exported: dict[str, ExportedProgram] = {}
+    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
+        input_modules = decoder.input_modules(layout.chunk)
+        for method, (module, example) in zip(layout.input_methods, input_modules, strict=True):
+            if method == TOKEN_EMBEDDING:
+                module = StandardEmbedding(module, layout.chunk)
+            exported[method] = _export(module, (example,), layout)
+        for adapter in (None, *adapters):
+            name = None if adapter is None else adapter.name
+            modules = _method_modules(decoder, layout, name, cache_dtype, all_logits=all_logits)
+            with attached(decoder, adapter):
+                for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
+                    exported[method] = _export(module, inputs, layout)
+    for program in exported.values():
+        sort_choices(program)
+        _drop_unread_numbers(program)
+        if layout.image is not None:
+            drop_unused_buffers(program)
+    return exported
+
+
+def _check_layout(decoder: Decoder, layout: Layout, *, all_logits: bool) -> None:
+    """Check that a layout is for this decoder; see ``export_methods``."""
     if layout.selection is not None:
         layout.selection.check(layout.vocabulary)
+    if all_logits and (not layout.standard or isinstance(decoder, NeuralEngineDecoder)):
+        raise OptionError(
+            "only the layout standard, without the form for the neural engine, returns the logits "
+            "of every token",
+            got=f"the layout {layout.name} of {type(decoder).__name__}",
+        )
     replaced = decoder.replaced if layout.cache is CacheKind.IO else ()
     if layout.replaced != replaced:
         raise OptionError(
@@ -190,26 +223,6 @@ def export_methods(
             expected=f"at least {decoder.least_chunk}",
             remedy=f"Export with --prefill-chunk {decoder.least_chunk}",
         )
-    read_weights(decoder)
-    exported: dict[str, ExportedProgram] = {}
-    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
-        input_modules = decoder.input_modules(layout.chunk)
-        for method, (module, example) in zip(layout.input_methods, input_modules, strict=True):
-            if method == TOKEN_EMBEDDING:
-                module = StandardEmbedding(module, layout.chunk)
-            exported[method] = _export(module, (example,), layout)
-        for adapter in (None, *adapters):
-            name = None if adapter is None else adapter.name
-            modules = _method_modules(decoder, layout, name, cache_dtype)
-            with attached(decoder, adapter):
-                for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
-                    exported[method] = _export(module, inputs, layout)
-    for program in exported.values():
-        sort_choices(program)
-        _drop_unread_numbers(program)
-        if layout.image is not None:
-            drop_unused_buffers(program)
-    return exported
 
 
 def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], layout: Layout) -> ExportedProgram:
@@ -224,7 +237,12 @@ def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], layout: Layout)
 
 
 def _method_modules(
-    decoder: Decoder, layout: Layout, adapter: str | None, cache_dtype: torch.dtype
+    decoder: Decoder,
+    layout: Layout,
+    adapter: str | None,
+    cache_dtype: torch.dtype,
+    *,
+    all_logits: bool,
 ) -> list[tuple[nn.Module, tuple[Any, ...]]]:
     """Return the modules of the methods, each with its inputs."""
     # Two tensors, because torch.export merges inputs that are the same object.
@@ -237,7 +255,7 @@ def _method_modules(
         forward = (
             NeuralEngineForward(decoder, layout, **options)
             if isinstance(decoder, NeuralEngineDecoder)
-            else StandardForward(decoder, layout, **options)
+            else StandardForward(decoder, layout, all_logits=all_logits, **options)
         )
         return [(forward, (chunk, position))]
     if layout.cache is CacheKind.STATE:

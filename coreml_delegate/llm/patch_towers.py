@@ -164,7 +164,8 @@ def _rotate_half(rows: torch.Tensor) -> torch.Tensor:
 def _on_one_frame(projection: Any) -> nn.Conv2d:
     """Return a convolution over patches of several frames for frames that are all the same."""
     weight = in_memory(projection.weight).sum(dim=2)
-    outputs, inputs, *kernel = weight.shape
+    outputs, inputs, height, width = weight.shape
+    kernel = height, width
     convolution = nn.Conv2d(inputs, outputs, kernel, stride=kernel, bias=False, device="meta")
     convolution.weight = nn.Parameter(weight, requires_grad=False)
     convolution.bias = projection.bias

@@ -63,6 +63,7 @@ _EXTRAS = {
     "gguf": "gguf",
     "jax": "jax",
     "jaxlib": "jax",
+    "llguidance": "grammar",
     "safetensors": "llm",
     "sklearn": "demo",
     "tokenizers": "llm",

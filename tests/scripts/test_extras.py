@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.checkpoints import tiny_model
 from support.command import MODELS
+from support.gguf_files import TOKENS, write_gguf
 
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE
 from coreml_delegate.scripts.cli import COMMANDS
@@ -19,6 +21,7 @@ from coreml_delegate.scripts.cli import COMMANDS
 _EXTRAS = {
     "cluster": ("dask", "distributed"),
     "grammar": ("llguidance",),
+    "gguf": ("gguf",),  # transformers finds accelerate by its metadata, which stay visible
     "jax": ("jax", "jaxlib"),
     "llm": ("safetensors", "tokenizers", "transformers"),
     "vision": ("PIL", "torchvision"),
@@ -42,6 +45,7 @@ _LINES = (
     (f"quantize-report {MODELS}:tiny --quantize int8-weight", ()),
     ("convert add.mlir -o add.mlpackage", ("jax",)),
     ("export-llm --random llama.json --context 32 -o llm.pte", ("llm",)),
+    ("export-llm tiny.gguf --context 32 -o gguf.pte", ("gguf", "llm")),
     ("export-embedding --random bert.json --pooling mean -o bert.pte", ("llm",)),
     ("generate llm.pte --prompt 1,2 --max-new-tokens 2", ("llm",)),
     ("generate llm.pte --prompt 1,2 --max-new-tokens 2 --json-object", ("grammar", "llm")),
@@ -138,6 +142,8 @@ def _try(tmp_path: Path, lines: Sequence[tuple[str, Sequence[str]]], extras: Seq
     for name, content in _FILES.items():
         (tmp_path / name).write_text(content)
     _photo(tmp_path / "photo.png")
+    model = tiny_model("llama", vocab_size=TOKENS, intermediate_size=64)
+    write_gguf(tmp_path / "tiny.gguf", model, "Q8_0")
     hidden = ",".join(package for extra in extras for package in _EXTRAS[extra])
     child = subprocess.run(
         [sys.executable, "-c", _CHILD, hidden, json.dumps([line for line, _ in lines])],

@@ -17,6 +17,8 @@ from coreml_delegate.patches.third_party import transformers, wrap_errors
 _TOKEN = "get_image_token_id"
 _RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """Names of Pillow's filters, at the index of their number."""
+_ANY_SIZE = ("merge_size", "downsample_factor")
+"""Attributes of processors that keep the size of an image but for multiples of patches."""
 
 
 class Fit(enum.Enum):
@@ -123,7 +125,7 @@ def _fit(processor: Any, wanted: tuple[int, int]) -> tuple[Fit, int, tuple[int, 
     """
     size = processor.size
     tile = getattr(processor, "max_image_size", None)
-    if hasattr(processor, "merge_size"):
+    if any(hasattr(processor, name) for name in _ANY_SIZE):
         return Fit.STRETCH, 0, wanted
     if size is not None and processor.do_resize:
         if size.longest_edge and tile:

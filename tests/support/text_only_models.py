@@ -100,7 +100,7 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     },
     **{name: configuration(name) for name in ("llava", "smolvlm")},
 }
-"""Configurations by ``model_type``: of models with unsupported images, and two with supported."""
+"""Configurations by ``model_type``, also of models whose images are supported."""
 
 
 def tiny_text_only_model(name: str, **text: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -87,6 +88,20 @@ def _patches(
         "pixel_values": torch.from_numpy(np.concatenate([patches for patches, *_ in cut])),
         "image_grid_thw": torch.tensor([[1, *grid] for _, *grid in cut]),
         "mm_token_type_ids": (tokens == IMAGE).int(),
+    }
+
+
+def _spatial(
+    vision: Mapping[str, Any], images: torch.Tensor, tokens: torch.Tensor
+) -> dict[str, Any]:
+    del tokens
+    cut = importlib.import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl")
+    patches = cut.convert_image_to_patches(images, vision["patch_size"])
+    shape = [side // vision["patch_size"] for side in images.shape[2:]]
+    return {
+        "pixel_values": patches,
+        "spatial_shapes": torch.tensor([shape] * len(images)),
+        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int),
     }
 
 
@@ -244,6 +259,31 @@ FAMILIES: Mapping[str, VisionFamily] = {
         },
         _patches,
         size=(3 * 28, 2 * 28),
+        chooses_size=True,
+    ),
+    "lfm2_vl": VisionFamily(
+        "LFM2-VL",
+        "SigLIP 2, pixels shuffled, for any size",
+        {
+            "model_type": "siglip2_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "patch_size": PATCH,
+            "num_patches": 9,
+            "vision_use_head": False,
+        },
+        6,
+        {"projector_hidden_size": 40, "tie_word_embeddings": True},
+        {
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+        _spatial,
+        size=(2 * 28, 3 * 28),
         chooses_size=True,
     ),
 }

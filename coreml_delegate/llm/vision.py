@@ -81,7 +81,7 @@ class _Family:
         return {"pixel_values": pixels}
 
     def rows(self, config: Any, size: tuple[int, int], count: int) -> ImageRows:
-        """Return what the language model has to know of the ``count`` positions of an image."""
+        """Return the ``ImageRows`` of an image of ``count`` positions."""
         del size
         return ImageRows(count, _width(config))
 

@@ -10,20 +10,28 @@ from coreml_delegate.llm.evaluation import (
     predict_with_program,
 )
 from coreml_delegate.llm.generator import Generator
+from coreml_delegate.llm.grammar import Grammar, json_rule, lark_rule, regex_rule
 from coreml_delegate.llm.sampling import LogProbabilities, Sampler, Sampling
+from coreml_delegate.llm.speculation import Draft, PromptLookup
 
 __all__ = [
     "Candidates",
     "ChatTokenizer",
     "Conversation",
+    "Draft",
     "Embedder",
     "Generator",
+    "Grammar",
     "LogProbabilities",
+    "PromptLookup",
     "Sampler",
     "Sampling",
+    "json_rule",
+    "lark_rule",
     "perplexity",
     "predict_with_module",
     "predict_with_program",
     "read_wav",
+    "regex_rule",
     "spectrogram",
 ]

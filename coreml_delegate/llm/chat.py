@@ -6,7 +6,7 @@ are not in its context yet.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ class Conversation:
     """A conversation with a language model, whose context keeps the earlier turns.
 
     Args:
-        generator: The model; its context is reset.
+        generator: The model; of its context the part is kept that the first turn begins with.
     """
 
     def __init__(
@@ -179,7 +179,6 @@ class Conversation:
         self._history: list[int] = []  # tokens fed and generated; the context has a prefix of them
         self.messages = opening(system)
         self.replies: list[Reply] = []
-        generator.reset()
 
     def ask(
         self,
@@ -189,6 +188,7 @@ class Conversation:
         limit: int | None = None,
         stops: Collection[int] = (),
         stop_texts: Sequence[str] = (),
+        before_last: Callable[[], None] | None = None,
     ) -> Iterator[str]:
         """Add a turn of the user, and generate the answer.
 
@@ -200,6 +200,7 @@ class Conversation:
             limit: See ``Generator.generate``.
             stops: Tokens that end the answer, besides the end tokens of model and tokenizer.
             stop_texts: Texts that end the answer.
+            before_last: See ``Generator.generate``.
 
         Yields:
             The answer's text, piece by piece.
@@ -213,7 +214,9 @@ class Conversation:
         new = self._history[in_context:]
         stream, pieces = TextStream(self._tokenizer, stop_texts), list[str]()
         ends = {*stops, *self._tokenizer.ends}
-        for token in self.generator.generate(new, choose, limit=limit, stops=ends):
+        for token in self.generator.generate(
+            new, choose, limit=limit, stops=ends, before_last=before_last
+        ):
             self._answer.append(token)
             self._history.append(token)
             pieces.append(stream.push(token))
@@ -230,19 +233,18 @@ class Conversation:
     def _update_context(self, rendered: list[int]) -> int:
         """Set the tokens that the context has to hold; return how many it holds already.
 
-        If the template changed earlier turns, the context is reset.
+        If the template changed earlier turns, the tokens before the change are kept at most.
         """
         start = len(self._rendered)
         new = rendered[start:]
         answer_length = self._tokenizer.answer_in(new, self._answer)
         is_changed = rendered[:start] != self._rendered or answer_length is None
         if is_changed or answer_length == len(new):
-            self.generator.reset()
             self._history = list(rendered)
         else:
             self._history = [*self._history, *new[answer_length:]]
         self._rendered, self._answer = rendered, []
-        return self.generator.position
+        return self.generator.resume(self._history)
 
 
 def opening(system: str | None) -> list[Message]:

@@ -16,9 +16,9 @@ from torch import nn
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import NAME, Call, active_call
+from coreml_delegate.llm.cached_decoder import write_cache
 from coreml_delegate.llm.caches import LayerCache, input_caches, new_tensors, read_layers
 from coreml_delegate.llm.experts import stack_experts
-from coreml_delegate.llm.generator import write_cache
 from coreml_delegate.llm.positions import tabulate_positions
 from coreml_delegate.llm.recurrences import use_own_recurrences
 from coreml_delegate.patches.third_party import transformers, without_kernel_advice, wrap_errors
@@ -104,6 +104,15 @@ class Decoder(nn.Module):
         return 1
 
     @property
+    def rewindable(self) -> int:
+        """Number of tokens of the longest text from which tokens can be taken back.
+
+        Layers with a window have rows for its tokens only, a recurrence has only its last state.
+        """
+        windows = (layer.window for layer in self.layers if layer.window)
+        return 0 if self.replaced else min((self.context, *windows))
+
+    @property
     def embedding(self) -> nn.Module:
         """The token embedding."""
         return self.model.get_input_embeddings()
@@ -167,8 +176,10 @@ class Decoder(nn.Module):
         cache: Cache,
         call: Call,
         last: torch.Tensor | None = None,
+        *,
+        all_logits: bool = False,
     ) -> torch.Tensor:
-        """Return the logits [1, V] of one token.
+        """Return the logits [1, V] of one token, or [1, L, V] of every token.
 
         Args:
             tokens: [1, L], integers; or their embeddings [1, L, width].
@@ -176,8 +187,10 @@ class Decoder(nn.Module):
             cache: Keys and values of earlier tokens; the call adds its own.
             call: Records the segments of the cache.
             last: Index of the token whose logits are returned, [1]; None for a single token.
+            all_logits: Return the logits of every token; ``last`` is then not read.
         """
         length = tokens.shape[1]
+        last = None if all_logits else last
         positions = position + torch.arange(length)
         if length > 1:
             # Padding after the end of the context has no position of its own.
@@ -196,7 +209,7 @@ class Decoder(nn.Module):
             outputs = self.model(**accepted, cache=cache, use_cache=True)
         if last is not None and "logits_to_keep" not in accepted:
             return outputs.logits.index_select(1, last)[:, 0]
-        return outputs.logits[:, 0]
+        return outputs.logits if all_logits else outputs.logits[:, 0]
 
     @torch.no_grad()
     def _check_whole(self, expected: torch.Tensor, inputs: torch.Tensor) -> bool:

@@ -39,10 +39,21 @@ from coreml_delegate.partition import do_not_delegate
 
 
 class _Method(nn.Module):
-    def __init__(self, decoder: Decoder, selection: Selection | None = None) -> None:
+    """A method of a decoder.
+
+    Args:
+        decoder: The model.
+        selection: Tokens to return in place of logits; None for logits.
+        all_logits: Whether to return the logits [1, L, V] of every token.
+    """
+
+    def __init__(
+        self, decoder: Decoder, selection: Selection | None = None, *, all_logits: bool = False
+    ) -> None:
         super().__init__()
         self.decoder = decoder
         self.selection = selection
+        self.all_logits = all_logits
 
     def _advance(
         self,
@@ -61,7 +72,7 @@ class _Method(nn.Module):
             ordered=decoder.ordered,
             last=last,
         )
-        logits = decoder.advance(tokens, position, cache, call, last)
+        logits = decoder.advance(tokens, position, cache, call, last, all_logits=self.all_logits)
         return (*_select(logits, self.selection), *as_stored(new_tensors(cache), dtype))
 
 
@@ -93,7 +104,7 @@ class Prefill(_Method):
         last: torch.Tensor,
         caches: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """Return logits [1, V] of one token, then new cache tensors as ``Decode``.
+        """Return logits [1, V] of one token, or of every, then new cache tensors as ``Decode``.
 
         Args:
             tokens: [1, L], int64; padding after the last token is ignored.
@@ -114,7 +125,7 @@ class Append(_Method):
         last: torch.Tensor,
         caches: Sequence[torch.Tensor],
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return logits [1, V] of one token, or the selection's results.
+        """Return logits [1, V] of one token, or of every, or the selection's results.
 
         Args:
             tokens: [1, L], int64; padding after the last token is ignored.
@@ -125,7 +136,7 @@ class Append(_Method):
         """
         decoder = self.decoder
         cache = buffer_caches(decoder.layers, caches, position, length=tokens.shape[1], last=last)
-        logits = decoder.advance(tokens, position, cache, Call(), last)
+        logits = decoder.advance(tokens, position, cache, Call(), last, all_logits=self.all_logits)
         return logits if self.selection is None else self.selection.select(logits)
 
 
@@ -204,6 +215,7 @@ class StandardForward(CacheBuffers):
         layout: Chunk, context and kind of the caches.
         suffix: End of the caches' names.
         cache_dtype: Of caches that ExecuTorch's kernels write.
+        all_logits: Whether to return the logits of every token.
 
     Raises:
         OptionError: A chunk is longer than a sliding window whose rows ExecuTorch's kernels write.
@@ -216,6 +228,7 @@ class StandardForward(CacheBuffers):
         *,
         suffix: str = "",
         cache_dtype: torch.dtype = torch.float32,
+        all_logits: bool = False,
     ) -> None:
         has_states = layout.cache is CacheKind.STATE
         ahead = layout.chunk - 1 if has_states else 0
@@ -223,6 +236,7 @@ class StandardForward(CacheBuffers):
         super().__init__(decoder.layers, layout.context, ahead, suffix=suffix, dtype=dtype)
         self.chunk, self.context = layout.chunk, layout.context
         self._replaced = decoder.replaced
+        self._all_logits = all_logits
         self.core_ml = self._core_ml_module(decoder, has_states=has_states)
         windows = (layer.window for layer in decoder.layers if layer.window)
         window = min(windows, default=layout.context)
@@ -237,7 +251,7 @@ class StandardForward(CacheBuffers):
         self.positions = Positions(layout.context)
 
     def forward(self, tokens: torch.Tensor, start_pos: torch.Tensor) -> torch.Tensor:
-        """Return the logits [1, V] of the last token.
+        """Return the logits [1, V] of the last token, or [1, n, V] of every token.
 
         Args:
             tokens: [1, n], int64, or embeddings [1, n, width], with n up to the chunk.
@@ -250,15 +264,16 @@ class StandardForward(CacheBuffers):
         position = self.positions(start_pos, last)
         caches = self.caches
         if isinstance(self.core_ml, Append):
-            return self.core_ml(chunk, position, last, caches)
-        logits, *new = self._compute(chunk, position, last, caches)
-        self._write(new, position, count)
-        return logits
+            logits = self.core_ml(chunk, position, last, caches)
+        else:
+            logits, *new = self._compute(chunk, position, last, caches)
+            self._write(new, position, count)
+        return logits[:, :count] if self._all_logits else logits
 
-    @staticmethod
-    def _core_ml_module(decoder: Decoder, *, has_states: bool) -> nn.Module:
+    def _core_ml_module(self, decoder: Decoder, *, has_states: bool) -> nn.Module:
         """Return the module that Core ML computes as a whole."""
-        return Append(decoder) if has_states else Prefill(decoder)
+        kind = Append if has_states else Prefill
+        return kind(decoder, all_logits=self._all_logits)
 
     def _compute(
         self,

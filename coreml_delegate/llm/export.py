@@ -35,6 +35,7 @@ from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import TOKEN_EMBEDDING, CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.neural_engine import NeuralEngineDecoder, NeuralEngineForward
+from coreml_delegate.llm.quantized_checkpoint import is_quantized, kept_quantization
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.opaque_ops.recorded_compression import is_record
 from coreml_delegate.partition import CoreMLPartitioner
@@ -61,7 +62,8 @@ def quantize_weights(
     """Quantize weights in place; activations stay in floating point.
 
     Modules that share the embedding's weight, such as the head, are quantized as the embedding.
-    Routers of experts are not quantized.
+    Routers of experts are not quantized. Layers that the checkpoint stores quantized keep its
+    integers.
 
     Args:
         decoder: The model, which is changed.
@@ -77,14 +79,23 @@ def quantize_weights(
     vocabulary = _vocabulary(decoder)
     linears = linear_layers(decoder)
     modes = {} if linear is None else _modes_by_layer(linears, linear)
+    modules: list[Any] = [*linears.values(), *vocabulary]
+    stored = [module for module in modules if is_quantized(module.weight)]
     layers = [(name, linears[name], mode) for name, mode in modes.items()]
     if embedding is not None:
         layers.append(("the embedding", decoder.embedding, embedding))
+    layers = [row for row in layers if row[1] not in stored]
     _check_division(layers)
-    for name, mode in modes.items():
-        _replace_weight([linears[name]], quantized_weight(linears[name], mode))
-    if embedding is not None:
-        _replace_weight(vocabulary, _quantize(table, embedding))
+    for _, layer, mode in layers:
+        if layer is decoder.embedding:
+            _replace_weight(vocabulary, _quantize(table, mode))
+        else:
+            _replace_weight([layer], quantized_weight(layer, mode))
+    for module in stored:
+        integers = kept_quantization(module.weight)
+        if integers is not None:  # not replaced with the weight of another module
+            sharing = [other for other in stored if other.weight is module.weight]
+            _replace_weight(sharing, integers.tensor())
 
 
 def quantized_weight(layer: Any, mode: QuantizationMode) -> Any:
@@ -148,6 +159,7 @@ def export_methods(
     adapters: Sequence[Adapter] = (),
     *,
     cache_dtype: torch.dtype = torch.float32,
+    all_logits: bool = False,
 ) -> dict[str, ExportedProgram]:
     """Export the methods in ATen dialect; they share the decoder's weights.
 
@@ -156,15 +168,47 @@ def export_methods(
         layout: Kind of the caches, chunk and context, and names of the adapters.
         adapters: The adapters, in the order of their names.
         cache_dtype: Of caches that are not Core ML states, whose dtype is Core ML's.
+        all_logits: Whether a call returns the logits of all its tokens, not of the last only.
 
     Raises:
-        OptionError: ``layout.replaced`` differs from ``decoder.replaced``, or a chunk is too short
-            for an image.
-        LoweringError: ``torch.export`` cannot capture the model.
+        OptionError: ``layout.replaced`` differs from ``decoder.replaced``; a chunk is too short for
+            an image; or the layout or the form of the model returns the logits of one token only.
         OptionError: The layout selects more tokens than the vocabulary has.
+        LoweringError: ``torch.export`` cannot capture the model.
     """
+    _check_layout(decoder, layout, all_logits=all_logits)
+    read_weights(decoder)
+    exported: dict[str, ExportedProgram] = {}
+    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
+        input_modules = decoder.input_modules(layout.chunk)
+        for method, (module, example) in zip(layout.input_methods, input_modules, strict=True):
+            if method == TOKEN_EMBEDDING:
+                module = StandardEmbedding(module, layout.chunk)
+            exported[method] = _export(module, (example,), layout)
+        for adapter in (None, *adapters):
+            name = None if adapter is None else adapter.name
+            modules = _method_modules(decoder, layout, name, cache_dtype, all_logits=all_logits)
+            with attached(decoder, adapter):
+                for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
+                    exported[method] = _export(module, inputs, layout)
+    for program in exported.values():
+        sort_choices(program)
+        _drop_unread_numbers(program)
+        if layout.image is not None:
+            drop_unused_buffers(program)
+    return exported
+
+
+def _check_layout(decoder: Decoder, layout: Layout, *, all_logits: bool) -> None:
+    """Check that a layout is for this decoder; see ``export_methods``."""
     if layout.selection is not None:
         layout.selection.check(layout.vocabulary)
+    if all_logits and (not layout.standard or isinstance(decoder, NeuralEngineDecoder)):
+        raise OptionError(
+            "only the layout standard, without the form for the neural engine, returns the logits "
+            "of every token",
+            got=f"the layout {layout.name} of {type(decoder).__name__}",
+        )
     replaced = decoder.replaced if layout.cache is CacheKind.IO else ()
     if layout.replaced != replaced:
         raise OptionError(
@@ -179,26 +223,6 @@ def export_methods(
             expected=f"at least {decoder.least_chunk}",
             remedy=f"Export with --prefill-chunk {decoder.least_chunk}",
         )
-    read_weights(decoder)
-    exported: dict[str, ExportedProgram] = {}
-    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
-        input_modules = decoder.input_modules(layout.chunk)
-        for method, (module, example) in zip(layout.input_methods, input_modules, strict=True):
-            if method == TOKEN_EMBEDDING:
-                module = StandardEmbedding(module, layout.chunk)
-            exported[method] = _export(module, (example,), layout)
-        for adapter in (None, *adapters):
-            name = None if adapter is None else adapter.name
-            modules = _method_modules(decoder, layout, name, cache_dtype)
-            with attached(decoder, adapter):
-                for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
-                    exported[method] = _export(module, inputs, layout)
-    for program in exported.values():
-        sort_choices(program)
-        _drop_unread_numbers(program)
-        if layout.image is not None:
-            drop_unused_buffers(program)
-    return exported
 
 
 def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], layout: Layout) -> ExportedProgram:
@@ -213,7 +237,12 @@ def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], layout: Layout)
 
 
 def _method_modules(
-    decoder: Decoder, layout: Layout, adapter: str | None, cache_dtype: torch.dtype
+    decoder: Decoder,
+    layout: Layout,
+    adapter: str | None,
+    cache_dtype: torch.dtype,
+    *,
+    all_logits: bool,
 ) -> list[tuple[nn.Module, tuple[Any, ...]]]:
     """Return the modules of the methods, each with its inputs."""
     # Two tensors, because torch.export merges inputs that are the same object.
@@ -226,7 +255,7 @@ def _method_modules(
         forward = (
             NeuralEngineForward(decoder, layout, **options)
             if isinstance(decoder, NeuralEngineDecoder)
-            else StandardForward(decoder, layout, **options)
+            else StandardForward(decoder, layout, all_logits=all_logits, **options)
         )
         return [(forward, (chunk, position))]
     if layout.cache is CacheKind.STATE:

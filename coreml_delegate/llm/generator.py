@@ -1,4 +1,4 @@
-"""Text generation with a language model in a ``.pte``: caches, calls and sampling."""
+"""Text generation with a language model in a ``.pte``: its context, and the choice of tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError, ProgramError
+from coreml_delegate.llm.cached_decoder import CachedDecoder, shape_of
 from coreml_delegate.llm.candidates import Candidates
 from coreml_delegate.llm.images import refuse_images
-from coreml_delegate.llm.layout import DECODE, ENCODE, CacheKind, Layout
+from coreml_delegate.llm.layout import Layout
+from coreml_delegate.llm.prompt_cache import PromptCache
 from coreml_delegate.llm.sampling import Sampler
 from coreml_delegate.llm.source import Source, SourceKind
-from coreml_delegate.runtime.engines.limits import require_memory
-from coreml_delegate.runtime.program.plan import TensorSpec
+from coreml_delegate.llm.speculation import Proposer, Speculation, not_rewindable
 
 Choose = Callable[[torch.Tensor], int]
 Advance = Callable[[Sequence[int], Sequence[torch.Tensor] | None], int]
@@ -58,6 +59,7 @@ class Generator:
         prefill: Throughput of tokens fed in chunks.
         decode: Throughput of tokens fed one by one.
         encoder: Throughput of source tokens, or of frames of spectrograms.
+        speculation: Calls and proposals since ``speculate``.
         ending: Why the last generated text ended; None before the first.
 
     Raises:
@@ -74,13 +76,14 @@ class Generator:
         self._program = program
         self.layout = Layout.read(program.method_names, lambda name: program.run(name, []))
         self._methods = self.layout.methods_of(adapter)
+        self._adapter = adapter or ""
         if not self.layout.vocabulary:
             (logits,) = program.program.method(self._methods[-1]).output_specs[:1]
-            self.layout = replace(self.layout, vocabulary=_sizes(logits)[-1])
-        self._caches = self._empty_caches()
-        self._source: list[torch.Tensor] = []  # results of encode, further inputs of the decoder
-        self._position = 0
+            self.layout = replace(self.layout, vocabulary=shape_of(logits)[-1])
+        self._decoder = CachedDecoder(program, self.layout, self._methods)
         self._tokens: list[int] = []  # of the context
+        self._proposer: Proposer | None = None
+        self.speculation = Speculation()
         self.prefill, self.decode, self.encoder = Throughput(), Throughput(), Throughput()
         self.ending: Ending | None = None
 
@@ -107,12 +110,12 @@ class Generator:
     @property
     def position(self) -> int:
         """Number of tokens in the context."""
-        return self._position
+        return self._decoder.position
 
     @property
     def room(self) -> int:
         """Number of tokens that still fit into the context."""
-        return self.layout.context - self._position
+        return self.layout.context - self._decoder.position
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -122,7 +125,7 @@ class Generator:
             InputError: The model has no encoder.
         """
         self._require_source()
-        return _sizes(self._program.program.method(self._encoder).input_specs[0])
+        return shape_of(self._program.program.method(self._encoder).input_specs[0])
 
     @property
     def _encoder(self) -> str:
@@ -135,8 +138,97 @@ class Generator:
         The caches keep their values: no token attends to positions after its own, and at position 0
         the model reads recurrent states as zeros.
         """
-        self._position = 0
+        self._decoder.position = 0
         self._tokens = []
+
+    def resume(self, tokens: Sequence[int]) -> int:
+        """Keep the part of the context that a new text begins with, and forget the rest.
+
+        Args:
+            tokens: The new text. At least its last token is not kept, so that there is one to feed.
+
+        Returns:
+            Number of tokens kept. If no token can be taken back from the context, which may be
+            longer than ``Layout.rewindable`` or have images, that is all tokens or none.
+        """
+        pairs = zip(self._tokens, tokens[:-1], strict=False)
+        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        surplus = len(self._tokens) - kept
+        is_rewindable = self.position <= self.layout.rewindable and self._has_text_only
+        if surplus and not is_rewindable:
+            self.reset()
+            return 0
+        self._take_back(surplus)
+        return kept
+
+    def speculate(self, proposer: Proposer | None) -> None:
+        """Let ``generate`` verify proposed tokens, several in one call.
+
+        Args:
+            proposer: Proposes them, such as ``PromptLookup`` or ``Draft``; None to stop it.
+
+        Raises:
+            OptionError: The program does not return the logits of all tokens of a call, or no token
+                can be taken back from its context; or a draft model has other tokens.
+        """
+        if proposer is not None:
+            if not self._decoder.returns_all:
+                raise OptionError(
+                    "the program returns the logits of one token only, so no proposal can be "
+                    "verified",
+                    remedy="Export it with --logits all",
+                )
+            if not self.layout.rewindable:
+                raise not_rewindable("the program")
+        self._proposer = proposer
+        self.speculation = Speculation()
+
+    def save_context(self, path: Path) -> None:
+        """Write the caches and tokens of the context to a file, in place of a file of that name.
+
+        Raises:
+            InputError: The context has images, or the model has a source.
+            ProgramError: The host has no access to the caches.
+            OSError: The folder cannot be written.
+        """
+        if not self._has_text_only:
+            raise InputError("only a context of text can be kept in a file")
+        tokens, caches = tuple(self._tokens), self._decoder.snapshot()
+        PromptCache(self._program.program.digest(), self._adapter, tokens, caches).write(path)
+
+    def load_context(self, path: Path) -> bool:
+        """Replace the context by that of a file.
+
+        Returns:
+            Whether the file is of this program and adapter; otherwise the context is as before.
+
+        Raises:
+            InputError: It is no file of ``save_context``, or damaged.
+            ProgramError: The host has no access to the caches.
+            OSError: It cannot be read.
+        """
+        stored = PromptCache.read(path)
+        if (stored.program, stored.adapter) != (self._program.program.digest(), self._adapter):
+            return False
+        self._check_tokens(stored.tokens)
+        if len(stored.tokens) > self.layout.context:
+            raise InputError(
+                f"{path} does not fit into the context",
+                got=f"{len(stored.tokens)} tokens",
+                expected=f"at most {self.layout.context}",
+            )
+        self._decoder.restore(stored.caches, len(stored.tokens))
+        self._tokens = list(stored.tokens)
+        return True
+
+    @property
+    def _has_text_only(self) -> bool:
+        return self.layout.source is None and len(self._tokens) == self.position
+
+    def _take_back(self, count: int) -> None:
+        """Take the last tokens back from the context."""
+        self._decoder.position -= count
+        del self._tokens[len(self._tokens) - count :]
 
     def encode(self, source: Sequence[int] | torch.Tensor) -> None:
         """Encode the source of an encoder-decoder model, and begin a new text.
@@ -156,8 +248,8 @@ class Generator:
         else:
             count = len(source)
             inputs = [self._pad_source(source, shape), torch.tensor([count])]
-        results = self._run(self._encoder, inputs)
-        self._source = [*results, *inputs[1:]]
+        results = self._decoder.run(self._encoder, inputs)
+        self._decoder.source = [*results, *inputs[1:]]
         self.encoder.seconds += time.perf_counter() - start
         self.encoder.tokens += count
         self.reset()
@@ -191,9 +283,7 @@ class Generator:
         Raises:
             CoreMLDelegateError: See ``feed``.
         """
-        (logits,) = self._program.program.method(self._methods[-1]).output_specs[:1]
-        returns_all = len(_sizes(logits)) == 3 and _sizes(logits)[1] > 1
-        size = self.layout.chunk if returns_all else 1
+        size = self.layout.chunk if self._decoder.returns_all else 1
         for start in range(0, len(tokens), size):
             yield self._logits(tokens[start : start + size], None)
 
@@ -235,6 +325,7 @@ class Generator:
         limit: int | None = None,
         stops: Collection[int] = (),
         images: Sequence[torch.Tensor] = (),
+        before_last: Callable[[], None] | None = None,
     ) -> Iterator[int]:
         """Generate tokens after a prompt.
 
@@ -247,9 +338,11 @@ class Generator:
             limit: Largest number of tokens to generate; None for as many as fit into the context.
             stops: Tokens that end the text, besides the model's end tokens; they are not yielded.
             images: Pixels [1, 3, H, W] of each image, in the order of the prompt's image tokens.
+            before_last: Called when the context has all tokens of the prompt but the last, unless
+                the prompt is one token; for ``save_context``.
 
         Yields:
-            Each token as it is chosen.
+            Each token as it is chosen. The context has all tokens before it.
 
         Raises:
             InputError: See ``feed``; or ``limit`` tokens do not fit behind the prompt.
@@ -261,18 +354,77 @@ class Generator:
             self._check_room(length + limit - 1, f"a prompt of {length} and {limit} more")
         ends = {*stops, *self.layout.eos}
         self.ending = None
-        if isinstance(choose, Sampler):
-            choose.begin([*self._tokens, *prompt])
-        token = begin(prompt, images)
-        for count in itertools.count(1):
+        sampler = choose if isinstance(choose, Sampler) else None
+        if sampler is not None:
+            sampler.begin([*self._tokens, *prompt], ends)
+        if before_last is not None and len(prompt) > 1:
+            self._feed(prompt[:-1], images)
+            before_last()
+            prompt, images = prompt[-1:], ()
+        first = begin(prompt, images)
+        following = self._following(first, choose, advance, limit)
+        for count, token in enumerate(itertools.chain([first], following), 1):
             if token in ends:
                 self.ending = Ending.STOP
                 return
             yield token
+            if sampler is not None and sampler.complete:
+                self.ending = Ending.STOP
+                return
             if count == limit or not self.room:
                 self.ending = Ending.LIMIT if count == limit else Ending.CONTEXT
                 return
-            token = advance([token], None)
+
+    def _following(
+        self, token: int, choose: Choose, advance: Advance, limit: int | None
+    ) -> Iterator[int]:
+        """Yield the tokens after the first, ``token``, without an end.
+
+        Args:
+            token: The token.
+            choose: See ``generate``.
+            advance: Result of ``_advance_by``.
+            limit: Tokens to generate at most, the first included; None for no limit.
+        """
+        count = 1
+        while True:
+            room = self.room if limit is None else min(self.room, limit - count)
+            proposals = self._propose_after(token, min(self.layout.chunk, room) - 1)
+            new = self._verify(token, proposals, choose) if proposals else [advance([token], None)]
+            for token in new:
+                count += 1
+                yield token
+
+    def _propose_after(self, token: int, most: int) -> list[int]:
+        """Return at most ``most`` proposals for the tokens after ``token``."""
+        if self._proposer is None:
+            return []
+        most = min(most, self._decoder.verifiable)
+        proposals = self._proposer([*self._tokens, token], most) if most > 0 else ()
+        known = itertools.takewhile(lambda other: other < self.layout.vocabulary, proposals)
+        listed = list(known)[:most]
+        self.speculation.calls += 1
+        self.speculation.proposed += len(listed)
+        return listed
+
+    def _verify(self, token: int, proposals: Sequence[int], choose: Choose) -> Iterator[int]:
+        """Append ``token`` and yield the tokens after it, up to the first unlike its proposal.
+
+        While a token is yielded, the context has the tokens before it, although the caches have the
+        rows of all proposals.
+        """
+        (logits,) = self._feed([token, *proposals], None, self.decode)
+        self._take_back(len(proposals))
+        self.decode.tokens -= len(proposals)
+        for row, proposal in itertools.zip_longest(logits, proposals):
+            chosen = choose(row)
+            yield chosen
+            if chosen != proposal:
+                return
+            self._tokens.append(chosen)
+            self._decoder.position += 1
+            self.decode.tokens += 1
+            self.speculation.accepted += 1
 
     def _advance_by(self, choose: Choose, *, first: bool) -> Advance:
         """Return the function that appends tokens to the context and chooses the next token.
@@ -298,17 +450,26 @@ class Generator:
         return lambda tokens, images: choose.choose(self.propose(tokens, images))
 
     def _feed(
-        self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None
+        self,
+        tokens: Sequence[int],
+        images: Sequence[torch.Tensor] | None,
+        throughput: Throughput | None = None,
     ) -> list[torch.Tensor]:
-        """Append tokens to the context; return the model's results without the caches."""
+        """Append tokens to the context; return the model's results without the caches.
+
+        Args:
+            tokens: At least one token.
+            images: See ``feed``.
+            throughput: To add to; None for ``decode`` if there is one token, else ``prefill``.
+        """
         self._check(tokens, images)
         results: list[torch.Tensor] = []
         start = time.perf_counter()
         parts = self._decoder_inputs(tokens, images)
         count = sum(len(part) for part in parts)
-        throughput = self.decode if count == 1 else self.prefill
+        throughput = throughput or (self.decode if count == 1 else self.prefill)
         for part in parts:
-            results = self._step(part)
+            results = self._decoder.advance(part)
         self._tokens += tokens
         throughput.seconds += time.perf_counter() - start
         throughput.tokens += count
@@ -336,7 +497,7 @@ class Generator:
         start = 0
         positions = (indices == self.layout.image.token).nonzero().flatten().tolist()
         for position, pixels in zip(positions, images or (), strict=False):
-            (image,) = self._run(self.layout.input_methods[0], [pixels.float()])
+            (image,) = self._decoder.run(self.layout.input_methods[0], [pixels.float()])
             parts += [rows[start:position], image[0]]
             first_rows.append(sum(map(len, parts[:-1])))
             start = position + 1
@@ -348,7 +509,7 @@ class Generator:
         size = len(tokens) if self.layout.standard else self.layout.chunk
         chunk = torch.zeros(1, size, dtype=torch.long)
         chunk[0, : len(tokens)] = tokens
-        (rows,) = self._run(self.layout.input_methods[1], [chunk])
+        (rows,) = self._decoder.run(self.layout.input_methods[1], [chunk])
         return rows[0, : len(tokens)]
 
     def _require_source(self) -> Source:
@@ -371,7 +532,7 @@ class Generator:
         return torch.tensor([tokens + [0] * (shape[1] - len(tokens))])
 
     def _check(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> None:
-        if self.layout.source is not None and not self._source:
+        if self.layout.source is not None and not self._decoder.source:
             raise InputError("the model has no source yet", remedy="Call encode first")
         self._check_tokens(tokens)
         length = self._prompt_length(tokens, images)
@@ -391,84 +552,13 @@ class Generator:
 
     def _check_room(self, count: int, description: str) -> None:
         if count > self.room:
-            used = f"{self._position} tokens in it, " if self._position else ""
+            used = f"{self._decoder.position} tokens in it, " if self._decoder.position else ""
             raise InputError(
                 f"the context of {self.layout.context} tokens is too short",
                 got=f"{used}{description}",
                 expected=f"at most {self.room} more",
                 remedy="Shorten the prompt or the answer, or export with a larger --context",
             )
-
-    def _step(self, inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Call the model once, and write new keys, values and states into the caches.
-
-        Returns:
-            The results without the caches: logits [n, V], or the results of the layout's selection.
-        """
-        if self.layout.standard:
-            return [self._standard_logits(inputs)]
-        count, at = len(inputs), torch.tensor([self._position])
-        if count == 1 and self.layout.cache is CacheKind.IO:
-            arguments = [inputs[None], at, *self._caches, *self._source]
-            results = self._run(self._methods[0], arguments)
-        else:
-            chunk = inputs.new_zeros(1, self.layout.chunk, *inputs.shape[1:])
-            chunk[0, :count] = inputs
-            last = torch.tensor([count - 1])
-            arguments = [chunk, at, last, *self._caches, *self._source]
-            results = self._run(self._methods[-1], arguments)
-        first_cache = len(results) - len(self._caches)
-        for number, (cache, values) in enumerate(
-            zip(self._caches, results[first_cache:], strict=True)
-        ):
-            replace = number in self.layout.replaced
-            write_cache(cache, values, self._position, count, replace=replace)
-        self._position += count
-        return results[:first_cache]
-
-    def _standard_logits(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Call ``forward`` or ``text_decoder`` once; return its logits [n, V].
-
-        They are the last token's, n = 1. Other exporters take the position of every token in place
-        of the first one's, and may return the logits of all tokens.
-        """
-        count, method = len(inputs), self._methods[0]
-        specs = self._program.program.method(method).input_specs
-        if len(specs) != 2 + len(self._source):
-            raise ProgramError(
-                "the program is no language model with a cache",
-                got=f"{len(specs)} inputs of {method}",
-                expected="tokens and their position",
-            )
-        positions = torch.arange(self._position, self._position + count)
-        if _sizes(specs[-1]) == (1,):
-            positions = positions[:1]
-        arguments = [
-            tensor.to(spec.dtype) if isinstance(spec, TensorSpec) else tensor
-            for tensor, spec in zip((inputs[None], *self._source, positions), specs, strict=True)
-        ]
-        logits = self._run(method, arguments)[0]
-        self._position += count
-        return logits.reshape(-1, logits.shape[-1])
-
-    def _run(self, method: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.as_tensor(value) for value in self._program.run(method, inputs)]
-
-    def _empty_caches(self) -> list[torch.Tensor]:
-        if self.layout.cache is not CacheKind.IO:
-            return []
-        program = self._program.program
-        inputs = program.method(DECODE).input_specs[2:]
-        if self.layout.source is not None:  # without the inputs that encode computes
-            encoder = program.method(ENCODE)
-            inputs = inputs[: -(len(encoder.outputs) + len(encoder.inputs) - 1)]
-        specs = [spec for spec in inputs if isinstance(spec, TensorSpec)]
-        require_memory(sum(spec.nbytes for spec in specs), "the caches")
-        return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs]
-
-
-def _sizes(spec: object) -> tuple[int, ...]:
-    return spec.shape if isinstance(spec, TensorSpec) else ()
 
 
 def _checked_spectrogram(
@@ -483,34 +573,3 @@ def _checked_spectrogram(
             remedy="Make it with llm.audio.spectrogram",
         )
     return source.float()
-
-
-def write_cache(
-    cache: torch.Tensor, values: torch.Tensor, position: int, count: int, *, replace: bool
-) -> None:
-    """Write a call's result into a cache: replace the cache, or write rows with ``write_rows``."""
-    if replace:
-        cache.copy_(values)
-    else:
-        write_rows(cache, values, position, count)
-
-
-def write_rows(cache: torch.Tensor, values: torch.Tensor, position: int, count: int) -> None:
-    """Write the first tokens of a call into a ring buffer: position p into row p mod R.
-
-    Args:
-        cache: [1, heads, R, width]; it is changed.
-        values: [1, heads, tokens, width] of the call's tokens.
-        position: Position of the first token.
-        count: Number of tokens to write; if it is above R, only the last R tokens are written.
-    """
-    rows = cache.shape[2]
-    new_rows = min(count, rows)
-    start = (position + count - new_rows) % rows
-    before_end = min(new_rows, rows - start)
-    for to, at, size in (
-        (start, count - new_rows, before_end),
-        (0, count - new_rows + before_end, new_rows - before_end),
-    ):
-        if size:
-            cache.narrow(2, to, size).copy_(values.narrow(2, at, size))

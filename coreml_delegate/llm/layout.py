@@ -40,6 +40,8 @@ _NEWEST = 3  # of files with constants that readers of version 2 do not know
 _VERSION_CONSTANT = "get_llm_layout_version"
 _REQUIRED = "get_max_seq_len"  # by ExecuTorch's runners
 
+_REWINDABLE = "get_rewindable_len"  # readers that do not know it never take tokens back
+
 STANDARD = "standard"
 METHODS = "methods"
 
@@ -86,6 +88,8 @@ class Layout:
             row per token.
         source: Source of an encoder-decoder model; None for a decoder-only model.
         standard: Whether ExecuTorch's runners can call the program.
+        rewindable: Number of tokens of the longest text from which any tokens can be taken back:
+            the caches then still have what the tokens before see. 0 for recurrent models.
 
     Raises:
         OptionError: A model that reads images or has an encoder has adapters; a model with an
@@ -104,6 +108,7 @@ class Layout:
     replaced: tuple[int, ...] = ()
     source: Source | None = None
     standard: bool = False
+    rewindable: int = 0
 
     def __post_init__(self) -> None:
         kinds = _STANDARD_CACHES if self.standard else _METHODS_CACHES
@@ -201,6 +206,7 @@ class Layout:
             "use_kv_cache": True,
             "get_eos_ids": list(self.eos),
             **({} if self.bos is None else {"get_bos_id": self.bos}),
+            **({_REWINDABLE: self.rewindable} if self.rewindable else {}),
             **self._newer_constants(),
         }
 
@@ -261,6 +267,7 @@ class Layout:
             image=ImageInput.read(names, call),
             replaced=tuple(map(int, values.get("get_replaced_caches", ()))),
             source=Source.read(values),
+            rewindable=int(call(_REWINDABLE)[0]) if _REWINDABLE in names else 0,
         )
 
     @classmethod
@@ -283,4 +290,5 @@ class Layout:
             image=ImageInput.read(names, call),
             source=Source.read({name: call(name) for name in NAMES if name in names}),
             standard=True,
+            rewindable=int(value(_REWINDABLE, 0)),
         )

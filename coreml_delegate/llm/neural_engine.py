@@ -334,8 +334,7 @@ class NeuralEngineForward(StandardForward):
         self.embedding = copy.deepcopy(decoder.embedding, {id(weight): table}).to(cache_dtype)
         self.rotaries = copy.deepcopy(decoder.rotaries).to(cache_dtype)
 
-    @staticmethod
-    def _core_ml_module(decoder: Any, *, has_states: bool) -> nn.Module:
+    def _core_ml_module(self, decoder: Any, *, has_states: bool) -> nn.Module:
         if has_states:
             raise OptionError(
                 "the form for the neural engine only reads its caches",

@@ -3,7 +3,7 @@
 With logits l and the tokens of the text so far, in this order:
 
 1. repetition penalty r (arXiv:1909.05858): l / r if l > 0, otherwise l * r, for tokens of the text;
-   presence penalty a: l - a, for generated tokens;
+   presence penalty a: l - a, for generated tokens; -inf for tokens that a grammar does not allow;
 2. probabilities p = softmax(l / temperature) of the ``top_k`` most probable tokens;
 3. of these the fewest whose probabilities sum to ``top_p`` (nucleus sampling, arXiv:1904.09751) and
    whose probabilities are at least ``min_p`` times the largest (arXiv:2407.01082).
@@ -18,6 +18,7 @@ import torch
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.candidates import Candidates, Selection
+from coreml_delegate.llm.grammar import Grammar
 
 _NO_PENALTY = 1.0  # of repetition
 
@@ -103,7 +104,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class LogProbabilities:
-    """Natural logarithms of the model's probabilities, without penalties and temperature.
+    """Natural logarithms of the model's probabilities, without penalties, grammar and temperature.
 
     Attributes:
         token: The chosen token.
@@ -122,6 +123,7 @@ class Sampler:
     Args:
         sampling: The settings.
         logprobs: Number of most probable tokens in ``log_probabilities``; None to keep it empty.
+        grammar: Limits the tokens; None for all.
 
     Attributes:
         log_probabilities: An entry for each token that was chosen after ``begin``.
@@ -130,19 +132,34 @@ class Sampler:
         OptionError: ``logprobs`` is below 0.
     """
 
-    def __init__(self, sampling: Sampling, *, logprobs: int | None = None) -> None:
+    def __init__(
+        self, sampling: Sampling, *, logprobs: int | None = None, grammar: Grammar | None = None
+    ) -> None:
         if logprobs is not None and logprobs < 0:
             raise OptionError("logprobs is out of range", got=str(logprobs), expected="0 or more")
         self.sampling = sampling
         self.log_probabilities: list[LogProbabilities] = []
         self._most_probable = logprobs
+        self._grammar = grammar
         self._random = torch.Generator().manual_seed(sampling.seed)
         self._text: set[int] = set()
         self._generated: set[int] = set()
 
+    @property
+    def complete(self) -> bool:
+        """Whether the text follows the grammar, and no longer text does; False without one."""
+        return self._grammar is not None and self._grammar.complete
+
     def check(self, selection: Selection | None) -> None:
         """Refuse a model whose results are too few for the settings; see ``Sampling.check``."""
         self.sampling.check(selection)
+        if self._grammar is not None and selection is not None:
+            raise OptionError(
+                "the model returns no logits of all tokens, and the grammar may allow none of its "
+                "candidates",
+                got=f"a program exported with --sample-in-model {selection}",
+                remedy="Export without --sample-in-model",
+            )
         if self._most_probable is not None and selection is not None:
             raise OptionError(
                 "the model returns no logits of all tokens, so probabilities are unknown",
@@ -150,14 +167,27 @@ class Sampler:
                 remedy="Leave logprobs out, or export without --sample-in-model",
             )
 
-    def begin(self, text: Iterable[int]) -> None:
-        """Begin to generate after a text, whose tokens count for the repetition penalty."""
+    def begin(self, text: Iterable[int], ends: Collection[int] = ()) -> None:
+        """Begin to generate.
+
+        Args:
+            text: Tokens before, which count for the repetition penalty.
+            ends: Tokens that end the text: a grammar allows them only where the text may end.
+        """
         self._text, self._generated = set(text), set()
         self.log_probabilities = []
+        if self._grammar is not None:
+            self._grammar.begin(ends)
 
     def __call__(self, logits: torch.Tensor) -> int:
-        """Return the token chosen from ``logits`` [V] of any floating-point type."""
+        """Return the token chosen from ``logits`` [V] of any floating-point type.
+
+        Raises:
+            InputError: No token may follow; see ``Grammar``.
+        """
         adjusted = self._penalized(torch.arange(len(logits)), logits)
+        if self._grammar is not None:
+            adjusted = adjusted.masked_fill(~self._grammar.allowed(), -torch.inf)
         if self.sampling.temperature == 0:
             token = int(adjusted.argmax())
         else:
@@ -168,6 +198,8 @@ class Sampler:
             listed = dict(zip(best.tolist(), shares[best].tolist(), strict=True))
             self.log_probabilities.append(LogProbabilities(token, float(shares[token]), listed))
         self._generated.add(token)
+        if self._grammar is not None:
+            self._grammar.accept(token)
         return token
 
     def choose(self, candidates: Candidates) -> int:

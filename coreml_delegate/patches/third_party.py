@@ -57,10 +57,13 @@ _NOISE = {
 
 _EXTRAS = {
     "PIL": "vision",
+    "accelerate": "gguf",
     "dask": "cluster",
     "distributed": "cluster",
+    "gguf": "gguf",
     "jax": "jax",
     "jaxlib": "jax",
+    "llguidance": "grammar",
     "safetensors": "llm",
     "sklearn": "demo",
     "tokenizers": "llm",

@@ -20,6 +20,7 @@ Source: ``schema/program.fbs`` and ``schema/extended_header.h`` of ExecuTorch.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import struct
@@ -77,6 +78,7 @@ class PteProgram:
     methods: tuple[MethodInfo, ...]
     origin: str
     _data: _Data = field(repr=False)
+    _view: memoryview = field(repr=False)
     _external: Callable[[str], memoryview | None] | None = field(default=None, repr=False)
 
     @classmethod
@@ -93,7 +95,7 @@ class PteProgram:
         with named_errors(origin):
             tables, segments = _split(view)
             data, methods = _decode(FlatBuffer(tables).root(), segments)
-            program = cls(methods=methods, origin=origin, _data=data)
+            program = cls(methods=methods, origin=origin, _data=data, _view=view)
             for value in (value for method in methods for value in method.values):
                 if isinstance(value, TensorSpec):
                     program.tensor_data(value)  # raises an error if the data are not there
@@ -108,6 +110,10 @@ class PteProgram:
     def named_data_keys(self) -> tuple[str, ...]:
         """Keys of the named data, in file order."""
         return tuple(self._data.named)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the file, in hexadecimal; external data are not in it."""
+        return hashlib.sha256(self._view).hexdigest()
 
     @property
     def default_method(self) -> str:

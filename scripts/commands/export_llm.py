@@ -40,6 +40,7 @@ _BYTES = {
 }  # of an element that is not quantized
 CACHES = ("io", "state", "buffer")
 LAYOUTS = ("standard", "methods")
+LOGITS = ("last", "all")
 NEURAL_ENGINE = "neural-engine"
 _FORM = (
     "the layout standard, caches as buffers, logits, scales per output or palettes, iOS16 or later"
@@ -49,7 +50,7 @@ _WITHOUT_NEURAL_ENGINE = (ComputeUnit.CPU_ONLY, ComputeUnit.CPU_AND_GPU)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    checkpoints.add_checkpoint(parser, "transformers saves them")
+    checkpoints.add_checkpoint(parser, "transformers saves them", ", or a .gguf file")
     add_number(
         parser,
         "--context",
@@ -111,6 +112,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where keys and values of earlier tokens are kept: in Core ML states (state, the "
         "default from iOS18 on), in mutable buffers of ExecuTorch (buffer), or in inputs and "
         "outputs (io, the default of --layout methods)",
+    )
+    parser.add_argument(
+        "--logits",
+        choices=LOGITS,
+        default=LOGITS[0],
+        help="in the layout standard, return the logits of the last token of a call (last, the "
+        "default), or of all (all), so that generate can verify proposed tokens and evaluate takes "
+        "a chunk a call",
     )
     parser.add_argument(
         "--sample-in-model",
@@ -188,6 +197,7 @@ def _check_form(args: argparse.Namespace) -> None:
         "--layout methods": args.layout == "methods",
         f"--cache {args.cache}": args.cache not in (None, "buffer"),
         f"--sample-in-model {args.sample_in_model}": args.sample_in_model is not None,
+        f"--logits {args.logits}": args.logits != "last",
         "--adapter": bool(args.adapter),
         f"--embedding-quantize {args.embedding_quantize}": args.embedding_quantize != "none",
         f"--group-size {args.group_size}": args.group_size is not None,
@@ -293,7 +303,10 @@ def _model(
         image=image,
         replaced=decoder.replaced if cache == "io" else (),
         standard=standard,
+        rewindable=decoder.rewindable,
     )
+    if args.logits == "all" and not standard:
+        raise _last_logits_only(f"the layout {layout.name}")
     return decoder, layout
 
 
@@ -314,6 +327,14 @@ def _image_options(args: argparse.Namespace, config: Any) -> dict[str, Any]:
     if args.text_only or not reads_images(config):
         raise OptionError("the exported model takes no images", got="--image-size")
     return {"image_size": args.image_size}
+
+
+def _last_logits_only(what: str) -> OptionError:
+    return OptionError(
+        f"{what} returns the logits of the last token only",
+        got="--logits all",
+        remedy="Leave it out, or export a decoder with --layout standard",
+    )
 
 
 def _form(args: argparse.Namespace, *, needs_methods: bool) -> tuple[bool, str]:
@@ -348,6 +369,8 @@ def _encoder_decoder(
     from coreml_delegate.llm.layout import CacheKind, Layout
     from coreml_delegate.llm.source import SourceKind
 
+    if args.logits == "all":
+        raise _last_logits_only("a model with an encoder")
     takes_text = source_kind(main_input(config)) is SourceKind.TOKENS
     standard, cache = _form(args, needs_methods=takes_text)
     if not standard and cache != CacheKind.IO.value:
@@ -411,7 +434,9 @@ def _export(
     dtype = torch.float16 if is_half else torch.float32
     if isinstance(model, EncoderDecoder):
         return export_encoder_decoder(model, layout, cache_dtype=dtype)
-    return export_methods(model, layout, adapters, cache_dtype=dtype)
+    return export_methods(
+        model, layout, adapters, cache_dtype=dtype, all_logits=args.logits == "all"
+    )
 
 
 def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
@@ -535,8 +560,8 @@ def _source_rows(layout: Layout) -> list[tuple[str, str]]:
 COMMAND = Command(
     name="export-llm",
     summary="lower a language model to a .pte that generates text",
-    description="Lower a language model of transformers, from a local checkpoint folder or with "
-    "random weights, to a .pte for coreml-delegate generate.",
+    description="Lower a language model of transformers, from a local checkpoint folder, a GGUF "
+    "file or with random weights, to a .pte for coreml-delegate generate.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError
-from coreml_delegate.scripts import arguments, chats, console
+from coreml_delegate.scripts import arguments, chats, console, saved_calls, token_choice
 from coreml_delegate.scripts.commands import Command, add_number, add_path
 
 if TYPE_CHECKING:
@@ -80,51 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="token, if it is a number, or text that ends the output; repeatable (default: the "
         "model's own end tokens, which always end it)",
     )
-    group = parser.add_argument_group("choice of tokens")
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="divides the logits; 0, the default, takes the most probable token",
-    )
-    add_number(group, "--top-k", "K", "draw from the K most probable tokens")
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="draw from the fewest most probable tokens whose probabilities sum to P",
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="draw from tokens whose probability is at least P times the largest",
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="divide the positive logits of tokens of the text by R, multiply the negative ones",
-    )
-    group.add_argument(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        metavar="A",
-        help="subtract A from the logits of tokens that were generated",
-    )
-    group.add_argument(
-        "--logprobs",
-        type=arguments.natural,
-        metavar="K",
-        help="with --json: the logarithm of each token's probability, and of the K most probable "
-        "tokens, before penalties and temperature",
-    )
-    arguments.add_seed(parser, "the draws")
+    token_choice.add_arguments(parser)
+    saved_calls.add_arguments(parser)
     parser.add_argument(
         "--runner",
         choices=RUNNERS,
@@ -143,38 +100,34 @@ def run(args: argparse.Namespace) -> int:
     chats.check_usage(args)
     if not args.chat:
         args.tokenizer = arguments.tokenizer_of(args)
-    if args.logprobs is not None and (args.chat or not args.json):
-        args.refuse_usage("--logprobs needs --json, and does not go with --chat")
+    token_choice.check_usage(args)
+    saved_calls.check_usage(args)
     if args.runner == EXECUTORCH:
         return _run_executorch(args)
     with console.step("Importing torch"):
-        from coreml_delegate.llm.sampling import Sampler, Sampling
-
-    settings = Sampling(
-        args.temperature,
-        args.top_k,
-        args.top_p,
-        args.seed,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-    )
-    sampler = Sampler(settings, logprobs=args.logprobs)
+        rule = token_choice.rule_of(args)
     if args.chat:
-        _chat(args, sampler)
+        _chat(args, rule)
     else:
-        _continue(args, sampler)
+        _continue(args, rule)
     return 0
 
 
 def _load(args: argparse.Namespace) -> Generator:
+    """Load the program, and the draft model, if there is one."""
+    generator = _load_program(args, args.program, args.adapter)
+    saved_calls.speculate(args, generator, lambda path: _load_program(args, path, None))
+    return generator
+
+
+def _load_program(args: argparse.Namespace, path: Path, adapter: str | None) -> Generator:
     from coreml_delegate.llm.generator import Generator
     from coreml_delegate.scripts.program_arguments import engine_options
 
-    with console.step(f"Loading {args.program}"):
+    with console.step(f"Loading {path}"):
         return Generator.load(
-            args.program,
-            adapter=args.adapter,
+            path,
+            adapter=adapter,
             host=args.host,
             engine=args.engine,
             options=engine_options(args),
@@ -190,14 +143,9 @@ def _run_executorch(args: argparse.Namespace) -> int:
         "--image": args.image,
         "--adapter": args.adapter,
         "--stop": args.stop,
-        "--top-k": args.top_k,
-        "--top-p": args.top_p != 1,
-        "--min-p": args.min_p,
-        "--repetition-penalty": args.repetition_penalty != 1,
-        "--presence-penalty": args.presence_penalty,
-        "--logprobs": args.logprobs is not None,
         "--host": args.host != "auto",
-        "--seed": args.seed,
+        **token_choice.refused_options(args),
+        **saved_calls.refused_options(args),
     }
     for name, value in refused_options.items():
         if value:
@@ -229,12 +177,13 @@ def _run_executorch(args: argparse.Namespace) -> int:
     return 0
 
 
-def _continue(args: argparse.Namespace, sampler: Sampler) -> None:
-    """Continue a text."""
+def _continue(args: argparse.Namespace, rule: str | None) -> None:
+    """Continue a text, which has to follow a rule, unless it is None."""
     from coreml_delegate.llm.tokenizer import TextStream, load_tokenizer
 
     generator = _load(args)
     layout = generator.layout
+    sampler = token_choice.sampler_of(args, rule, layout, args.tokenizer)
     tokenizer = load_tokenizer(
         args.tokenizer,
         vocabulary=layout.vocabulary,
@@ -244,30 +193,38 @@ def _continue(args: argparse.Namespace, sampler: Sampler) -> None:
     images = _images(args.image, layout)
     stops, texts = _stops(args)
     stream = TextStream(tokenizer, texts)
+    prompt = _first_tokens(args, generator, tokenizer)
+    file = saved_calls.PromptFile(args.prompt_cache, generator)
     tokens = generator.generate(
-        _first_tokens(args, generator, tokenizer),
+        file.resume(prompt),
         sampler,
         limit=args.max_new_tokens,
         stops=stops,
         images=images,
+        before_last=file.before_last,
     )
     pieces = _pieces(tokens, stream)
     if args.json:
-        _write_json(generator, list(pieces), stream, sampler)
+        _write_json(generator, list(pieces), stream, sampler, file)
     else:
         chats.write_stream(text for _, text in pieces)
         _note_speeds(generator)
-    if _ending(generator, stream) == "context":
+        saved_calls.note(generator, file)
+    ending = _ending(generator, stream)
+    if ending == "context":
         console.warn(f"the context of {layout.context} tokens is full")
+    token_choice.warn_of_incomplete_text(args, ending)
 
 
-def _chat(args: argparse.Namespace, sampler: Sampler) -> None:
-    """Answer one turn or several."""
+def _chat(args: argparse.Namespace, rule: str | None) -> None:
+    """Answer one turn or several; each answer has to follow a rule, unless it is None."""
     with console.step("Importing transformers"):
         from coreml_delegate.llm.chat import Conversation
 
         tokenizer = chats.load_tokenizer(args)
     generator = _load(args)
+    sampler = token_choice.sampler_of(args, rule, generator.layout, args.tokenizer)
+    file = saved_calls.PromptFile(args.prompt_cache, generator)
     conversation = Conversation(generator, tokenizer, args.system)
     stops, texts = _stops(args)
     try:
@@ -275,22 +232,37 @@ def _chat(args: argparse.Namespace, sampler: Sampler) -> None:
             args,
             conversation,
             lambda turn: conversation.ask(
-                turn, sampler, limit=args.max_new_tokens, stops=stops, stop_texts=texts
+                turn,
+                sampler,
+                limit=args.max_new_tokens,
+                stops=stops,
+                stop_texts=texts,
+                before_last=None if conversation.replies else file.before_last,
             ),
         )
     except CoreMLDelegateError:
         if args.json and conversation.replies:  # keep the turns before the error
-            _write_chat(conversation)
+            _write_chat(conversation, file)
         raise
+    if conversation.replies:
+        file.take(conversation.replies[0].kept)
     if args.json:
-        _write_chat(conversation)
+        _write_chat(conversation, file)
     else:
         _note_speeds(generator)
+        saved_calls.note(generator, file)
+    for reply in conversation.replies:
+        token_choice.warn_of_incomplete_text(args, reply.ending and reply.ending.value)
 
 
-def _write_chat(conversation: Conversation) -> None:
+def _write_chat(conversation: Conversation, file: saved_calls.PromptFile) -> None:
+    generator = conversation.generator
     console.write_json(
-        {**chats.document(conversation), **_speed_data(_speeds(conversation.generator))}
+        {
+            **chats.document(conversation),
+            **_speed_data(_speeds(generator)),
+            **saved_calls.document(generator, file),
+        }
     )
 
 
@@ -367,6 +339,7 @@ def _write_json(
     pieces: Sequence[tuple[int | None, str]],
     stream: TextStream,
     sampler: Sampler,
+    file: saved_calls.PromptFile,
 ) -> None:
     tokens = [token for token, _ in pieces if token is not None]
     logprobs = [
@@ -384,6 +357,7 @@ def _write_json(
             **({"logprobs": logprobs} if logprobs else {}),
             "ending": _ending(generator, stream),
             **_speed_data(_speeds(generator)),
+            **saved_calls.document(generator, file),
         }
     )
 

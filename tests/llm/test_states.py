@@ -12,10 +12,11 @@ from support.llm_families import FAMILIES
 from support.tolerances import SQNR_FP16, logits_bounds, sqnr_db
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.llm.cached_decoder import write_cache
 from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.decoder_methods import Decode, Forward, Prefill
 from coreml_delegate.llm.export import export_methods
-from coreml_delegate.llm.generator import Generator, write_cache
+from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.options.compile_options import Precision
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coreml_delegate.errors import OptionError, ProgramError
-from coreml_delegate.llm.generator import write_rows
+from coreml_delegate.llm.cached_decoder import write_rows
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.tokenizer import (
     ByteTokenizer,

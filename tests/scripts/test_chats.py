@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -286,3 +287,27 @@ def test_invalid_selections_are_refused(text, message, tmp_path, capsys):
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert leftovers(tmp_path) == {"config.json"}
+
+
+def test_a_chat_takes_its_prompt_from_a_file(program, checkpoint, tmp_path, capsys):
+    options = ["--prompt", "Hi", "--json", "--prompt-cache", str(tmp_path / "chat.cache")]
+    documents: list[Any] = []
+    for _ in range(2):
+        assert chat(program, checkpoint, *options) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    turns = [document["turns"] for document in documents]
+    (first, second) = (turn[-1] for turn in turns)
+    assert first["content"] == second["content"]
+    assert (first["kept"], second["fed"]) == (0, 1)
+    assert second["kept"] == documents[1]["prompt_cache"]["tokens"] == first["fed"] - 1 > 0
+
+
+def test_answers_have_a_form(program, checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nWhy?\n"))
+    assert chat(program, checkpoint, "--regex", "(the world|of) the[.!]", "--json") == 0
+    turns = json.loads(capsys.readouterr().out)["turns"]
+    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    assert len(answers) == 2
+    for answer in answers:
+        assert re.fullmatch("(the world|of) the[.!]", answer["content"])
+        assert answer["ending"] == "stop"

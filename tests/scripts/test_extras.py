@@ -18,6 +18,7 @@ from coreml_delegate.scripts.cli import COMMANDS
 
 _EXTRAS = {
     "cluster": ("dask", "distributed"),
+    "grammar": ("llguidance",),
     "jax": ("jax", "jaxlib"),
     "llm": ("safetensors", "tokenizers", "transformers"),
     "vision": ("PIL", "torchvision"),
@@ -43,6 +44,7 @@ _LINES = (
     ("export-llm --random llama.json --context 32 -o llm.pte", ("llm",)),
     ("export-embedding --random bert.json --pooling mean -o bert.pte", ("llm",)),
     ("generate llm.pte --prompt 1,2 --max-new-tokens 2", ("llm",)),
+    ("generate llm.pte --prompt 1,2 --max-new-tokens 2 --json-object", ("grammar", "llm")),
     ("evaluate llm.pte --text add.mlir --max-windows 1", ("llm",)),
     ("sweep sweep.toml --workers 1 -o swept", ("cluster",)),
     ("demo -o demo --repeat 1", ("vision",)),

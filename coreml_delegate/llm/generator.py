@@ -493,16 +493,16 @@ class Generator:
             return indices.split(chunk)
         rows = torch.cat([self._embed(part) for part in indices.split(chunk)])
         parts: list[torch.Tensor] = []
-        begins: list[int] = []
+        first_rows: list[int] = []
         start = 0
         positions = (indices == self.layout.image.token).nonzero().flatten().tolist()
         for position, pixels in zip(positions, images or (), strict=False):
             (image,) = self._decoder.run(self.layout.input_methods[0], [pixels.float()])
             parts += [rows[start:position], image[0]]
-            begins.append(sum(map(len, parts[:-1])))
+            first_rows.append(sum(map(len, parts[:-1])))
             start = position + 1
         inputs = torch.cat([*parts, rows[start:]])
-        return inputs.split(list(self.layout.image.calls(len(inputs), begins, chunk)))
+        return inputs.split(list(self.layout.image.calls(len(inputs), first_rows, chunk)))
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the rows [L, channels] of tokens [L], at most a chunk."""

@@ -1,4 +1,4 @@
-"""Rows of images among those of tokens: what a language model has to know of them.
+"""Rows of images in the input of a language model: what the model has to know about them.
 
 In some models attention goes in both directions among the rows of an image (Gemma 3). In others the
 rotary positions of an image have three dimensions, and the text after it continues at its largest
@@ -131,15 +131,15 @@ class ImageRows(nn.Module):
             positions: Positions in the context, [L].
             counter: Number of images before the call, which the call replaces; None for no images.
         """
-        begins = (numbers == 1).to(torch.long)
-        begun = begins.cumsum(0)
+        is_first = (numbers == 1).to(torch.long)
+        images = is_first.cumsum(0)
         if counter is not None:
             before = counter.past(_IMAGES)
-            counter.replace(_IMAGES, before + begins.to(before.dtype).sum())
-            begun = begun + before[0, 0].to(torch.long)
+            counter.replace(_IMAGES, before + is_first.to(before.dtype).sum())
+            images = images + before[0, 0].to(torch.long)
         # An image takes as many positions as its longer side has rows.
         saved = self.count - max(self.grid or ())
-        complete = begun - (numbers > 0).to(torch.long)
+        complete = images - (numbers > 0).to(torch.long)
         shifted = positions - saved * complete + self.get_buffer("offsets")[:, numbers]
         # Padding within an image, whose result is not used, would be before the text.
         return shifted.clamp(min=0)
@@ -169,7 +169,7 @@ class _Addition:
 def _offsets(grid: tuple[int, int]) -> torch.Tensor:
     """Return the offsets [3, P + 1] of rotary positions to positions in the context, by number."""
     height, width = grid
-    first = -torch.arange(height * width)
-    places = torch.stack((first, first + torch.arange(height).repeat_interleave(width), first))
-    places[2] += torch.arange(width).repeat(height)
-    return functional.pad(places, (1, 0))
+    time = -torch.arange(height * width)
+    row = time + torch.arange(height).repeat_interleave(width)
+    column = time + torch.arange(width).repeat(height)
+    return functional.pad(torch.stack((time, row, column)), (1, 0))

@@ -17,6 +17,8 @@ from coreml_delegate.patches.third_party import transformers, wrap_errors
 _TOKEN = "get_image_token_id"
 _RESAMPLING = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 """Names of Pillow's filters, at the index of their number."""
+_ANY_SIZE = ("merge_size", "downsample_factor")
+"""Attributes of processors that keep the size of an image but for multiples of patches."""
 
 
 class Fit(enum.Enum):
@@ -111,20 +113,20 @@ def _remedy(error: Exception) -> str:
     return "Copy the preprocessor_config.json of the model into the folder"
 
 
-def _fit(processor: Any, wanted: tuple[int, int]) -> tuple[Fit, int, tuple[int, int]]:
+def _fit(processor: Any, target: tuple[int, int]) -> tuple[Fit, int, tuple[int, int]]:
     """Return the fit, side and size of a processor of ``transformers``.
 
     Args:
         processor: The processor.
-        wanted: Height and width for a processor that takes images of any size.
+        target: Height and width for a processor that takes images of any size.
 
     Raises:
         OptionError: The processor fits images in another way.
     """
     size = processor.size
     tile = getattr(processor, "max_image_size", None)
-    if hasattr(processor, "merge_size"):
-        return Fit.STRETCH, 0, wanted
+    if any(hasattr(processor, name) for name in _ANY_SIZE):
+        return Fit.STRETCH, 0, target
     if size is not None and processor.do_resize:
         if size.longest_edge and tile:
             side = tile["longest_edge"]
@@ -225,20 +227,20 @@ class ImageInput:
         """Return the number of positions of a prompt in which ``images`` tokens are images."""
         return len(tokens) + images * (self.positions - 1)
 
-    def calls(self, length: int, begins: Sequence[int], chunk: int) -> Iterator[int]:
+    def calls(self, length: int, first_rows: Sequence[int], chunk: int) -> Iterator[int]:
         """Yield the number of rows of each call; an image that fits into a call is not split.
 
         Args:
             length: Number of rows.
-            begins: Index of the first row of each image.
+            first_rows: Index of the first row of each image.
             chunk: Largest number of rows of a call.
         """
         start = 0
         while start < length:
             end = min(start + chunk, length)
-            for begin in begins:
-                if start < begin < end < begin + self.positions <= begin + chunk:
-                    end = begin
+            for first in first_rows:
+                if start < first < end < first + self.positions <= first + chunk:
+                    end = first
             yield end - start
             start = end
 

@@ -56,22 +56,26 @@ class PatchTower(nn.Module):
         merged, patch = config.spatial_merge_size, config.patch_size
         rows, columns = (side // patch for side in size)
         grid = torch.tensor([[1, rows, columns]])
-        places = library.get_vision_position_ids(grid, merged)  # rows and columns, block by block
-        whole = (rows * columns,)
-        self._lengths: list[Sequence[int]] = [whole] * len(tower.blocks)
+        coordinates = library.get_vision_position_ids(
+            grid, merged
+        )  # rows and columns, block by block
+        all_patches = (rows * columns,)
+        self._lengths: list[Sequence[int]] = [all_patches] * len(tower.blocks)
         blocks = torch.arange(rows * columns // merged**2)
         if hasattr(tower, "fullatt_block_indexes"):
             blocks, ends = library.get_vision_window_index(grid, merged, tower.window_size, patch)
             windows = tuple(b - a for a, b in itertools.pairwise(ends.tolist()))
             self._lengths = [
-                whole if number in tower.fullatt_block_indexes else windows
+                all_patches if number in tower.fullatt_block_indexes else windows
                 for number in range(len(tower.blocks))
             ]
         order = (blocks[:, None] * merged**2 + torch.arange(merged**2)).flatten()
-        cos, sin = tower.rotary_pos_emb(torch.zeros(1), places[order])
+        cos, sin = tower.rotary_pos_emb(torch.zeros(1), coordinates[order])
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.register_buffer("order", places[order] @ torch.tensor([columns, 1]), persistent=False)
+        self.register_buffer(
+            "order", coordinates[order] @ torch.tensor([columns, 1]), persistent=False
+        )
         self.register_buffer("reading_order", blocks.argsort(), persistent=False)
         positions = _learnt_positions(tower, grid)
         self.positions = (
@@ -162,7 +166,7 @@ def _rotate_half(rows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _on_one_frame(projection: Any) -> nn.Conv2d:
-    """Return a convolution over patches of several frames for frames that are all the same."""
+    """Return a convolution over one frame for a convolution over several equal frames."""
     weight = in_memory(projection.weight).sum(dim=2)
     outputs, inputs, height, width = weight.shape
     kernel = height, width

@@ -21,6 +21,7 @@ from coreml_delegate.llm.image_rows import COUNTER, ImageRows
 from coreml_delegate.llm.images import ImageInput, Preparation, size_text
 from coreml_delegate.llm.patch_towers import PatchTower, patches_of
 from coreml_delegate.llm.positions import read_axes, use_axes
+from coreml_delegate.llm.stored_weights import in_memory
 from coreml_delegate.patches.third_party import wrap_errors
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class _Family:
         return {"pixel_values": pixels}
 
     def rows(self, config: Any, size: tuple[int, int], count: int) -> ImageRows:
-        """Return what the language model has to know of the ``count`` positions of an image."""
+        """Return the ``ImageRows`` of an image of ``count`` positions."""
         del size
         return ImageRows(count, _width(config))
 
@@ -140,12 +141,16 @@ class _BidirectionalFamily(_Family):
         return ImageRows(count, _width(config), bidirectional=True)
 
 
-class _GridFamily(_Family):
-    """The Qwen-VL family: images of any size, and positions of three dimensions."""
+class _AnySizeFamily(_Family):
+    """Models that take images of any size."""
+
+    def unit(self, config: Any) -> int:
+        """Return the height and width, in pixels, of a position of an image."""
+        raise NotImplementedError
 
     def size(self, config: Any, chosen: tuple[int, int] | None) -> tuple[int, int]:
-        """See ``_Family``: multiples of a merged patch."""
-        unit = _merged_patch(config)
+        """See ``_Family``: multiples of a unit."""
+        unit = self.unit(config)
         default = max(_SIDE // unit, 1) * unit
         size = chosen or (default, default)
         if any(side % unit or not side for side in size):
@@ -156,14 +161,72 @@ class _GridFamily(_Family):
             )
         return size
 
-    def prepare(self, model: Any, size: tuple[int, int]) -> None:
-        """Replace the tower."""
-        model.model.visual = PatchTower(model.model.visual, size)
+    def grid(self, config: Any, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the height and width of an image in positions."""
+        unit = self.unit(config)
+        return size[0] // unit, size[1] // unit
 
     def positions(self, model: Any, pixels: torch.Tensor) -> int:
         """See ``_Family``."""
-        height, width = _grid(model.config, (pixels.shape[2], pixels.shape[3]))
+        height, width = self.grid(model.config, (pixels.shape[2], pixels.shape[3]))
         return height * width
+
+
+class _NaFlexFamily(_AnySizeFamily):
+    """LFM2-VL: SigLIP 2, whose position embeddings are resized to the image."""
+
+    def unit(self, config: Any) -> int:
+        """See ``_AnySizeFamily``."""
+        return config.vision_config.patch_size * config.downsample_factor
+
+    def prepare(self, model: Any, size: tuple[int, int]) -> None:
+        """Replace the embedding of patches, which resizes the positions."""
+        tower = model.model.vision_tower
+        original, patch = tower.embeddings, tower.config.patch_size
+        weight = in_memory(original.patch_embedding.weight).unflatten(1, (patch, patch, 3))
+        patches = nn.Conv2d(3, weight.shape[0], patch, stride=patch, device="meta")
+        patches.weight = nn.Parameter(weight.permute(0, 3, 1, 2).contiguous(), requires_grad=False)
+        patches.bias = original.patch_embedding.bias
+        side, shape = original.position_embedding_size, [side // patch for side in size]
+        positions = original.resize_positional_embeddings(
+            in_memory(original.position_embedding.weight).view(side, side, -1),
+            torch.tensor([shape]),
+            max_length=shape[0] * shape[1],
+        )
+        tower.embeddings = PatchEmbedding(patches, positions)
+
+    def model_inputs(self, config: Any, pixels: torch.Tensor, tokens: torch.Tensor) -> _Inputs:
+        """See ``_Family``: patches, none of which is padding."""
+        del tokens
+        patch = config.vision_config.patch_size
+        rows, columns = (side // patch for side in pixels.shape[2:])
+        blocks = pixels.view(3, rows, patch, columns, patch).permute(1, 3, 2, 4, 0)
+        return {
+            "pixel_values": blocks.reshape(1, rows * columns, -1),
+            "spatial_shapes": torch.tensor([[rows, columns]]),
+            "pixel_attention_mask": torch.ones(1, rows * columns, dtype=torch.int),
+        }
+
+    def see(self, model: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """See ``_Family``."""
+        tower = model.model.vision_tower
+        hidden = tower.encoder(inputs_embeds=tower.embeddings(pixels), attention_mask=None)
+        patches = tower.post_layernorm(hidden.last_hidden_state)
+        shape = [side // tower.config.patch_size for side in pixels.shape[2:]]
+        rows = model.model.multi_modal_projector(patches.unflatten(1, shape))
+        return rows.reshape(1, -1, rows.shape[-1])
+
+
+class _GridFamily(_AnySizeFamily):
+    """The Qwen-VL family: positions of three dimensions."""
+
+    def unit(self, config: Any) -> int:
+        """See ``_AnySizeFamily``."""
+        return config.vision_config.patch_size * config.vision_config.spatial_merge_size
+
+    def prepare(self, model: Any, size: tuple[int, int]) -> None:
+        """Replace the tower."""
+        model.model.visual = PatchTower(model.model.visual, size)
 
     def model_inputs(self, config: Any, pixels: torch.Tensor, tokens: torch.Tensor) -> _Inputs:
         """See ``_Family``: patches, their grid, and which tokens are an image."""
@@ -178,7 +241,7 @@ class _GridFamily(_Family):
     def rows(self, config: Any, size: tuple[int, int], count: int) -> ImageRows:
         """See ``_Family``."""
         layers = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
-        return ImageRows(count, _width(config), grid=_grid(config, size), layers=layers)
+        return ImageRows(count, _width(config), grid=self.grid(config, size), layers=layers)
 
     def see(self, model: Any, pixels: torch.Tensor) -> torch.Tensor:
         """See ``_Family``."""
@@ -187,17 +250,6 @@ class _GridFamily(_Family):
 
 def _width(config: Any) -> int:
     return config.get_text_config(decoder=True).hidden_size
-
-
-def _merged_patch(config: Any) -> int:
-    """Return the height and width, in pixels, of a position of an image."""
-    return config.vision_config.patch_size * config.vision_config.spatial_merge_size
-
-
-def _grid(config: Any, size: tuple[int, int]) -> tuple[int, int]:
-    """Return the height and width of an image in positions."""
-    unit = _merged_patch(config)
-    return size[0] // unit, size[1] // unit
 
 
 class PatchEmbedding(nn.Module):
@@ -231,20 +283,19 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen2_5_vl": _GridFamily(),
     "qwen3_vl": _GridFamily(),
     "qwen3_5": _GridFamily(),
+    "lfm2_vl": _NaFlexFamily(),
 }
 """Supported families by ``model_type``."""
 
-_BIDIRECTIONAL = "attention in both directions among the positions of an image"
-_POSITIONS = "positions of tokens that depend on the image"
 _TILES = "tiles of an image, whose number depends on its size"
 _CROSS = "layers of the language model that attend to the image"
 
 REFUSED: Mapping[str, str] = {
-    "paligemma": f"{_BIDIRECTIONAL} and of the prompt",
-    "glm4v": _POSITIONS,
+    "paligemma": "attention in both directions among the positions of an image and of the prompt",
+    "glm4v": "a tower of its own for images of any size",
     "llava_next": _TILES,
     "llava_onevision": _TILES,
-    "mistral3": "images of any size",
+    "mistral3": "tokens between the rows of an image, which only its processor knows",
     "idefics": _CROSS,
 }
 """What is not supported about the images of models, by ``model_type``."""

@@ -225,6 +225,7 @@ def test_an_image_needs_room():
     ("name", "size", "message"),
     [
         ("llava", (56, 70), "one size: got --image-size 56 x 70, expected 56 x 56. Leave out"),
+        ("lfm2_vl", (56, 70), "size: got --image-size 56 x 70, expected multiples of 28 pixels"),
         ("qwen2_vl", (56, 70), "size: got --image-size 56 x 70, expected multiples of 28 pixels"),
         ("qwen3_vl", (28 * 64, 28 * 33), "too many positions: got 2,112, expected at most 2,048"),
     ],
@@ -359,6 +360,28 @@ def test_images_of_any_size_are_prepared_as_by_transformers(patch, crop, tmp_pat
     patches = patch_towers.patches_of(pixels, config)
     atol, rtol = ATOL_RTOL["fp32"]
     torch.testing.assert_close(patches, expected["pixel_values"], atol=atol, rtol=rtol)
+
+
+def test_images_that_the_processor_scales_without_pillow_are_close(tmp_path):
+    """LFM2-VL's processor scales tensors, and rounds to whole values, of which one is 2 / 255."""
+    pillow = pytest.importorskip("PIL.Image")
+    image = pillow.fromarray(load_sample_image("china.jpg"))
+    library = transformers()
+    saved = library.Lfm2VlImageProcessor(encoder_patch_size=16, do_image_splitting=False)
+    saved.save_pretrained(tmp_path)
+    processor = library.AutoImageProcessor.from_pretrained(tmp_path, backend="torchvision")
+    expected = processor(images=image, return_tensors="pt")
+    rows, columns = expected["spatial_shapes"][0].tolist()
+    assert rows != columns
+    pixels = Preparation.read(tmp_path, (rows * 16, columns * 16)).pixels(image)
+    config = library.Lfm2VlConfig()
+    config.vision_config.patch_size = 16
+    inputs = vision._FAMILIES["lfm2_vl"].model_inputs(config, pixels, torch.zeros(1, 1))
+    assert torch.equal(inputs["spatial_shapes"], expected["spatial_shapes"])
+    patches = expected["pixel_values"][:, : rows * columns]
+    difference = (inputs["pixel_values"] - patches).abs()
+    assert difference.max() < 2 / 255 + 1e-6
+    assert difference.mean() < 2e-4
 
 
 def test_images_may_be_described_with_the_whole_processor(tmp_path):

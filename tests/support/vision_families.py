@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -43,8 +44,8 @@ _GEMMA3 = {
 _GEMMA = {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}
 
 
-_ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-_QWEN_TOWER = {
+ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+QWEN_TOWER = {
     "depth": 2,
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -52,7 +53,7 @@ _QWEN_TOWER = {
     "patch_size": PATCH,
     "out_hidden_size": 32,
 }
-_QWEN_TOKENS = {
+QWEN_TOKENS = {
     "image_token_id": IMAGE,
     "video_token_id": 91,
     "vision_start_token_id": 92,
@@ -87,6 +88,20 @@ def _patches(
         "pixel_values": torch.from_numpy(np.concatenate([patches for patches, *_ in cut])),
         "image_grid_thw": torch.tensor([[1, *grid] for _, *grid in cut]),
         "mm_token_type_ids": (tokens == IMAGE).int(),
+    }
+
+
+def _spatial(
+    vision: Mapping[str, Any], images: torch.Tensor, tokens: torch.Tensor
+) -> dict[str, Any]:
+    del tokens
+    cut = importlib.import_module("transformers.models.lfm2_vl.image_processing_lfm2_vl")
+    patches = cut.convert_image_to_patches(images, vision["patch_size"])
+    shape = [side // vision["patch_size"] for side in images.shape[2:]]
+    return {
+        "pixel_values": patches,
+        "spatial_shapes": torch.tensor([shape] * len(images)),
+        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int),
     }
 
 
@@ -188,10 +203,10 @@ FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": VisionFamily(
         "Qwen 2 VL",
         "its own, for any size; positions of three dimensions",
-        {**_QWEN_TOWER, "embed_dim": 32, "hidden_size": 32},
+        {**QWEN_TOWER, "embed_dim": 32, "hidden_size": 32},
         6,
-        _QWEN_TOKENS,
-        {"model_type": "qwen2_vl_text", "rope_parameters": _ROTARY},
+        QWEN_TOKENS,
+        {"model_type": "qwen2_vl_text", "rope_parameters": ROTARY},
         _patches,
         size=(2 * 28, 3 * 28),
         chooses_size=True,
@@ -199,10 +214,10 @@ FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_5_vl": VisionFamily(
         "Qwen 2.5 VL",
         "its own, with windows, for any size; positions of three dimensions",
-        {**_QWEN_TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
+        {**QWEN_TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
         12,
-        _QWEN_TOKENS,
-        {"model_type": "qwen2_5_vl_text", "rope_parameters": _ROTARY},
+        QWEN_TOKENS,
+        {"model_type": "qwen2_5_vl_text", "rope_parameters": ROTARY},
         _patches,
         size=(4 * 28, 3 * 28),
         chooses_size=True,
@@ -210,13 +225,13 @@ FAMILIES: Mapping[str, VisionFamily] = {
     "qwen3_vl": VisionFamily(
         "Qwen 3 VL",
         "its own, for any size; positions of three dimensions, features for several layers",
-        {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        {**QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         6,
-        _QWEN_TOKENS,
+        QWEN_TOKENS,
         {
             "model_type": "qwen3_vl_text",
             "head_dim": 8,
-            "rope_parameters": {**_ROTARY, "mrope_interleaved": True},
+            "rope_parameters": {**ROTARY, "mrope_interleaved": True},
         },
         _patches,
         size=(2 * 28, 3 * 28),
@@ -225,9 +240,9 @@ FAMILIES: Mapping[str, VisionFamily] = {
     "qwen3_5": VisionFamily(
         "Qwen 3.5",
         "its own, for any size; positions of three dimensions",
-        {**_QWEN_TOWER, "num_position_embeddings": 16},
+        {**QWEN_TOWER, "num_position_embeddings": 16},
         6,
-        _QWEN_TOKENS,
+        QWEN_TOKENS,
         {
             "model_type": "qwen3_5_text",
             "head_dim": 32,
@@ -237,13 +252,38 @@ FAMILIES: Mapping[str, VisionFamily] = {
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
             "rope_parameters": {
-                **_ROTARY,
+                **ROTARY,
                 "partial_rotary_factor": 0.25,
                 "mrope_interleaved": True,
             },
         },
         _patches,
         size=(3 * 28, 2 * 28),
+        chooses_size=True,
+    ),
+    "lfm2_vl": VisionFamily(
+        "LFM2-VL",
+        "SigLIP 2, pixels shuffled, for any size",
+        {
+            "model_type": "siglip2_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "patch_size": PATCH,
+            "num_patches": 9,
+            "vision_use_head": False,
+        },
+        6,
+        {"projector_hidden_size": 40, "tie_word_embeddings": True},
+        {
+            "model_type": "lfm2",
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+        _spatial,
+        size=(2 * 28, 3 * 28),
         chooses_size=True,
     ),
 }
@@ -282,10 +322,10 @@ VARIANTS: Mapping[str, VisionFamily] = {
     "qwen2_5_vl with equal windows": VisionFamily(
         "",
         "",
-        {**_QWEN_TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
+        {**QWEN_TOWER, "window_size": 56, "fullatt_block_indexes": [1]},
         8,
-        _QWEN_TOKENS,
-        {"model_type": "qwen2_5_vl_text", "rope_parameters": _ROTARY},
+        QWEN_TOKENS,
+        {"model_type": "qwen2_5_vl_text", "rope_parameters": ROTARY},
         _patches,
         "qwen2_5_vl",
         size=(2 * 28, 4 * 28),

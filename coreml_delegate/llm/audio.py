@@ -91,3 +91,20 @@ def spectrogram(
     )
     features = extract(samples, sampling_rate=how.sampling_rate, max_length=most)
     return torch.as_tensor(features["input_features"], dtype=torch.float32)
+
+
+def checked_spectrogram(source: Sequence[int] | torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return the input of an encoder, fp32, after a check of its shape.
+
+    Raises:
+        InputError: It is no spectrogram, or has another shape.
+    """
+    got = tuple(source.shape) if isinstance(source, torch.Tensor) else f"{len(source)} tokens"
+    if not isinstance(source, torch.Tensor) or got != tuple(shape):
+        raise InputError(
+            "the model takes a spectrogram",
+            got=str(got),
+            expected=f"a tensor of shape {tuple(shape)}",
+            remedy="Make it with llm.audio.spectrogram",
+        )
+    return source.float()

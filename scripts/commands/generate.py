@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> Generator:
-    """Load the program, and the draft model, if there is one."""
+    """Load the program and the draft model."""
     generator = _load_program(args, args.program, args.adapter)
     saved_calls.speculate(args, generator, lambda path: _load_program(args, path, None))
     return generator

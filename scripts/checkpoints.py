@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import new_output
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     from coreml_delegate.partition import DelegationReport
 
 
-def add_checkpoint(parser: argparse.ArgumentParser, libraries: str) -> None:
+def add_checkpoint(parser: argparse.ArgumentParser, libraries: str, others: str = "") -> None:
     """Declare the checkpoint, ``--random``, ``--seed`` and ``--output``.
 
     Args:
         parser: The parser of the command.
         libraries: Libraries that save such checkpoints, with a verb.
+        others: Checkpoints that are no folders, after a comma.
     """
     parser.add_argument(
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
         nargs="?",
-        help=f"folder with a config.json and *.safetensors, as {libraries}",
+        help=f"folder with a config.json and *.safetensors, as {libraries}{others}",
     )
     parser.add_argument(
         "--random",
@@ -50,41 +51,48 @@ def config_path(args: argparse.Namespace) -> Path:
     """Return the path of the configuration.
 
     Raises:
-        OptionError: The folder of the checkpoint does not exist.
+        OptionError: The checkpoint does not exist.
     """
-    from coreml_delegate.llm.checkpoint import CONFIG
+    from coreml_delegate.llm.checkpoint import config_file
 
-    folder: Path | None = args.checkpoint
-    if folder is None:
-        return args.random
-    if not folder.is_dir():
-        raise OptionError("no such checkpoint folder", got=str(folder))
-    return folder / CONFIG
+    return args.random if args.checkpoint is None else config_file(args.checkpoint)
 
 
-def tokenizer_copy(args: argparse.Namespace) -> dict[Path, Path]:
-    """Return the path for a copy of the checkpoint's tokenizer, with its source, or nothing."""
+def tokenizer_copy(args: argparse.Namespace) -> dict[Path, Callable[[], bytes]]:
+    """Return the path for a copy of the checkpoint's tokenizer, with its reader, or nothing."""
     folder: Path | None = args.checkpoint
     if folder is None:
         return {}
+    if folder.suffix.lower() == ".gguf":
+        return {arguments.beside(args.output, arguments.TOKENIZERS[0]): partial(_read_gguf, folder)}
     sources = (folder / name for name in arguments.TOKENIZERS)
     source = next((source for source in sources if source.is_file()), None)
-    return {} if source is None else {arguments.beside(args.output, source.name): source}
+    copied = source and {arguments.beside(args.output, source.name): source.read_bytes}
+    return copied or {}
 
 
-def write(args: argparse.Namespace, program: Any, copies: Mapping[Path, Path]) -> None:
+def _read_gguf(path: Path) -> bytes:
+    from coreml_delegate.llm.gguf import gguf_tokenizer
+
+    return gguf_tokenizer(path)
+
+
+def write(
+    args: argparse.Namespace, program: Any, copies: Mapping[Path, Callable[[], bytes]]
+) -> None:
     """Write a program, and copies of files by their paths.
 
     Args:
         args: Arguments with ``output`` and ``force``.
         program: ExecuTorch's program manager.
-        copies: Sources by path.
+        copies: Functions that read them, by path.
     """
+    contents = {path: read() for path, read in copies.items()}
     with new_output(args.output, force=args.force) as file:
         program.write_to_file(file)
-    for path, source in copies.items():
+    for path, content in contents.items():
         with new_output(path, force=args.force) as file:
-            file.write(source.read_bytes())
+            file.write(content)
 
 
 def methods_document(reports: Mapping[str, DelegationReport]) -> dict[str, dict[str, Any]]:

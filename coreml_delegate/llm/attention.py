@@ -58,10 +58,15 @@ class Call:
         attended: Whether the model has called the attention function.
         positions: Positions of the call's tokens [L] and of the columns of the scores [S], for
             relative position biases; None if the model has no biases.
+        visible_ends: Last position that each of the call's tokens sees, [L], if a token sees later
+            ones; None if it sees none.
+        features: Features [1, L, width] that layers add to their results, from the first layer on.
     """
 
     def __init__(self) -> None:
         self.attended = False
+        self.visible_ends: torch.Tensor | None = None
+        self.features: Sequence[torch.Tensor] = ()
         self.positions: tuple[torch.Tensor, torch.Tensor] | None = None
         self._parts: list[tuple[torch.Tensor, torch.Tensor, Sequence[Segment]]] = []
         self._stacked: list[tuple[torch.Tensor, int, torch.Tensor]] = []
@@ -219,7 +224,12 @@ def mask(
     is_table = isinstance(kv_offset, torch.Tensor)
     columns = kv_offset if is_table else torch.arange(kv_length) + kv_offset
     first = torch.zeros(1, 1, 1, 1, dtype=torch.long)  # index of the batch, and of the head
-    visible = mask_function(first, first, rows[None, None, :, None], columns[None, None, None, :])
+    rows, columns = rows[None, None, :, None], columns[None, None, None, :]
+    visible = mask_function(first, first, rows, columns)
+    ends = current_call().visible_ends
+    if ends is not None:
+        # No window ends before a later token, so this holds for all mask functions.
+        visible = visible | ((columns > rows) & (columns <= ends[None, None, :, None]))
     return torch.where(visible, 0.0, MASKED).to(dtype)
 
 

@@ -11,6 +11,13 @@ import torch
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.decoder import Decoder
+from coreml_delegate.llm.gguf import is_gguf, load_gguf, read_gguf_config
+from coreml_delegate.llm.quantized_checkpoint import (
+    count_quantized,
+    decode,
+    require_format,
+    warn_of_floats,
+)
 from coreml_delegate.llm.stored_weights import stored_weights
 from coreml_delegate.llm.vision import (
     FAMILIES,
@@ -26,6 +33,7 @@ CONFIG = "config.json"
 _GENERATION = "generation_config.json"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_QUANTIZATION = "quantization_config"
 _DEFAULT_CONTEXT = 2048  # for models whose configuration has no limit
 
 # Auto classes of transformers, each with the mapping of its configurations.
@@ -37,6 +45,21 @@ _ENCODER_DECODERS = (
 )
 
 
+def config_file(checkpoint: Path) -> Path:
+    """Return the file with the configuration of a checkpoint: a folder, or a GGUF file.
+
+    Raises:
+        OptionError: The checkpoint does not exist.
+    """
+    if checkpoint.is_dir():
+        return checkpoint / CONFIG
+    if is_gguf(checkpoint) and checkpoint.is_file():
+        return checkpoint
+    raise OptionError(
+        "no such checkpoint", got=str(checkpoint), expected="a folder, or a GGUF file"
+    )
+
+
 def read_config(path: Path, *, text_only: bool = False) -> Any:
     """Read the configuration of a language model with ``transformers``.
 
@@ -44,16 +67,20 @@ def read_config(path: Path, *, text_only: bool = False) -> Any:
     which read images, or one whose images are left out.
 
     Args:
-        path: ``config.json``.
+        path: ``config.json``, or a GGUF file.
         text_only: The model reads images, which are left out. Without it only the images that
             ``unsupported_images`` names are left out.
 
     Raises:
         OptionError: The file does not exist or is malformed, or describes another kind of model.
     """
-    values = _read_values(path)
-    _refuse_kind(path, values["model_type"], text_only=text_only)
-    config = _config_of(path, values)
+    if is_gguf(path):
+        config = read_gguf_config(path)
+        _refuse_kind(path, config.model_type, text_only=text_only)
+    else:
+        values = _read_values(path)
+        _refuse_kind(path, values["model_type"], text_only=text_only)
+        config = _config_of(path, values)
     _refuse_without_head(path, config)
     return config
 
@@ -63,8 +90,10 @@ def read_any_config(path: Path) -> Any:
 
     Raises:
         OptionError: The file does not exist or is malformed, the architecture is unknown, or the
-            checkpoint is quantized.
+            checkpoint is quantized in an unknown format.
     """
+    if is_gguf(path):
+        return read_gguf_config(path)
     return _config_of(path, _read_values(path))
 
 
@@ -81,13 +110,14 @@ def _read_values(path: Path) -> dict[str, Any]:
 
 
 def _config_of(path: Path, values: Mapping[str, Any]) -> Any:
-    if values.get("quantization_config") is not None:
-        raise OptionError(
-            f"{path}: quantized checkpoints are not supported",
-            remedy="Use the unquantized checkpoint, and pass --quantize",
-        )
+    is_quantized = values.get(_QUANTIZATION) is not None
+    if is_quantized:
+        require_format(values[_QUANTIZATION])
     with wrap_errors(f"transformers cannot read {path}"):
-        return transformers().AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers().AutoConfig.from_pretrained(path, local_files_only=True)
+    if is_quantized:
+        delattr(config, _QUANTIZATION)  # load_model reads it from the file
+    return config
 
 
 def _refuse_kind(path: Path, kind: str, *, text_only: bool) -> None:
@@ -159,7 +189,8 @@ def load_decoder(folder: Path, config: Any, *, text_only: bool = False, **option
     """Return a decoder with the weights of a checkpoint, in fp32; see ``stored_weights``.
 
     Args:
-        folder: Has ``*.safetensors``; an index, if there is one, says which file has a weight.
+        folder: Has ``*.safetensors``; an index, if there is one, says which file has a weight. Or
+            a GGUF file.
         config: Configuration of ``transformers``.
         text_only: Leave out the parts of the model that read images. Parts for images that are
             not supported are left out in any case.
@@ -202,7 +233,7 @@ def load_model(
     """Return a model of ``transformers`` with the weights of a checkpoint, as ``load_decoder``.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint, or a GGUF file.
         config: Configuration of ``transformers``.
         model_class: Auto class of ``transformers``; None for the class of a language model.
         optional: Parts of the model whose weights the checkpoint may lack.
@@ -211,21 +242,37 @@ def load_model(
     Raises:
         OptionError: See ``load_decoder``.
     """
+    model_class = model_class or _model_class(config)
+    if is_gguf(folder):
+        model, loaded = load_gguf(folder, config, model_class)
+    else:
+        model, loaded = _load_files(folder, config, model_class)
+    _check_loaded(folder, loaded, optional, foreign)
+    return model.eval().requires_grad_(False)
+
+
+def _load_files(folder: Path, config: Any, model_class: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Return a model with the weights of ``*.safetensors``, and the report of its loading."""
     files = _weight_files(folder)
+    quantization = read_json(folder / CONFIG).get(_QUANTIZATION)
     with torch.device("meta"), wrap_errors("transformers cannot make the model"):
-        empty = (model_class or _model_class(config)).from_config(config)
+        empty = model_class.from_config(config)
     with wrap_errors(f"cannot read weights from {folder}"):
+        weights = stored_weights(files)
+        if quantization is not None:
+            weights = decode(weights, quantization, files)
+        quantized = count_quantized(weights.values())
         model, loaded = type(empty).from_pretrained(
             None,
             config=empty.config,
-            state_dict=stored_weights(files),
+            state_dict=weights,
             dtype=torch.float32,
             attn_implementation="eager",
             ignore_mismatched_sizes=True,  # _check_loaded reports them
             output_loading_info=True,
         )
-    _check_loaded(folder, loaded, optional, foreign)
-    return model.eval().requires_grad_(False)
+    warn_of_floats(quantized, model.parameters(), "the model computes others from them")
+    return model, loaded
 
 
 def _decoder(
@@ -241,7 +288,11 @@ def _decoder(
                 remedy="Leave images out with --text-only",
             )
         return VisionDecoder(model, **options)
-    return kind(model, **options)
+    quantized = count_quantized(model.parameters())
+    decoder = kind(model, **options)
+    kept = decoder.parameters() if kind is Decoder else ()  # other forms have their own modes
+    warn_of_floats(quantized, kept, "the form of the layers changes them")
+    return decoder
 
 
 def most_context(config: Any) -> int:

@@ -108,6 +108,11 @@ class Decoder(nn.Module):
         return 0 if self.replaced else min((self.context, *windows))
 
     @property
+    def least_chunk(self) -> int:
+        """Least number of tokens of a chunk."""
+        return 1
+
+    @property
     def embedding(self) -> nn.Module:
         """The token embedding."""
         return self.model.get_input_embeddings()
@@ -141,8 +146,28 @@ class Decoder(nn.Module):
         Args:
             tokens: [B, L], integers; or their embeddings [B, L, width].
         """
-        with active_call(Call(), self.model):
-            return self.model(**_model_inputs(tokens), use_cache=False).logits
+        call = Call()
+        inputs = self.model_inputs(tokens, call, torch.arange(tokens.shape[1]))
+        with active_call(call, self.model):
+            return self.model(**inputs, use_cache=False).logits
+
+    def model_inputs(
+        self,
+        inputs: torch.Tensor,
+        call: Call,
+        positions: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return tokens or embeddings as keyword arguments of the model.
+
+        Args:
+            inputs: Tokens [B, L], or embeddings [B, L, width].
+            call: May get more about them.
+            positions: Their positions in the context, [L].
+            cache: See ``advance``; None for complete texts.
+        """
+        del call, positions, cache
+        return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
 
     def advance(
         self,
@@ -179,8 +204,9 @@ class Decoder(nn.Module):
             for name, value in options.items()
             if value is not None and name in self._accepted
         }
+        accepted |= self.model_inputs(tokens, call, positions, cache)
         with active_call(call, self.model):
-            outputs = self.model(**_model_inputs(tokens), cache=cache, use_cache=True, **accepted)
+            outputs = self.model(**accepted, cache=cache, use_cache=True)
         if last is not None and "logits_to_keep" not in accepted:
             return outputs.logits.index_select(1, last)[:, 0]
         return outputs.logits if all_logits else outputs.logits[:, 0]
@@ -201,23 +227,27 @@ class Decoder(nn.Module):
             LoweringError: The logits differ.
         """
         call = Call()
+        arguments = self.model_inputs(inputs, call, torch.arange(inputs.shape[1]))
         with active_call(call, self.model):
-            logits = self.model(**_model_inputs(inputs), use_cache=False).logits
+            logits = self.model(**arguments, use_cache=False).logits
         require_equal(self.model, logits, expected)
         return not call.attended and any(layer.keys for layer in self.layers)
 
     @torch.no_grad()
-    def _check_steps(self, expected: torch.Tensor, inputs: torch.Tensor) -> None:
+    def _check_steps(
+        self, expected: torch.Tensor, inputs: torch.Tensor, share: int | None = None
+    ) -> None:
         """Compare the logits of several calls: padded chunks, then a single token.
 
         Args:
             expected: Logits [1, T, V] of the unchanged model.
             inputs: Tokens [1, T], or embeddings [1, T, width].
+            share: Tokens of a chunk; None for about half of them.
         """
         past = [empty for layer in self.layers for empty in layer.empty(self.context, 0).values()]
         replaced = self.replaced
         before = inputs.shape[1] - 1
-        share = max(1, before // 2)
+        share = share or max(1, before // 2)
         for start in (*range(0, before, share), before):
             count = 1 if start == before else min(share, before - start)
             length = 1 if start == before else share + 1
@@ -275,11 +305,6 @@ def use_our_attention(model: nn.Module, name: str = NAME) -> None:
 
 def _refusal(model: nn.Module) -> str:
     return f"{type(model).__name__} does not compute with a cache of keys and values"
-
-
-def _model_inputs(inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return tokens or embeddings as keyword arguments of a model."""
-    return {"inputs_embeds" if inputs.is_floating_point() else "input_ids": inputs}
 
 
 @torch.no_grad()

@@ -307,7 +307,7 @@ class StandardEmbedding(nn.Module):
     """Method ``token_embedding`` of the standard layout: up to a chunk of tokens.
 
     Args:
-        embedding: The token embedding.
+        embedding: From tokens to rows.
         chunk: Most tokens of a call.
     """
 

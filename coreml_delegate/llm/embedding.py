@@ -8,7 +8,9 @@ model and the mask m [L] (1 for the n tokens, 0 for padding) the vector v [D] is
 
 A checkpoint of sentence-transformers says in ``modules.json`` which pooling it needs, and which
 dense layers and normalization v / |v| follow. Cross-encoders (``...ForSequenceClassification``)
-have no pooling; they compute the logits of their labels, of one text or of a pair.
+have no pooling; they compute the logits of their labels, of one text or of a pair. A reranker that
+answers a question by one of two tokens (Qwen3-Reranker) has the score logit(yes) - logit(no) of
+the token behind the text, whose sigmoid is the probability of yes among both.
 """
 
 from __future__ import annotations
@@ -84,11 +86,13 @@ class Head:
         pooling: The pooling; None if the checkpoint does not say it.
         layers: Dense layers and activations after the pooling.
         normalizes: Whether the vector is divided by its length.
+        summary: Description of the layers; empty to list them.
     """
 
     pooling: Pooling | None = None
     layers: Sequence[nn.Module] = field(default=())
     normalizes: bool = True
+    summary: str = ""
 
 
 class TextEncoder(nn.Module):
@@ -151,6 +155,8 @@ class TextEncoder(nn.Module):
         head = self._head
         if head is None or head.pooling is None:
             return "logits of labels"
+        if head.summary:
+            return head.summary
         dense = "".join(f", {type(layer).__name__}" for layer in head.layers)
         return f"pooling {head.pooling.value}{dense}{', normalized' if head.normalizes else ''}"
 
@@ -230,6 +236,7 @@ def load_encoder(
     lengths: Sequence[int] = (),
     pooling: Pooling | None = None,
     normalizes: bool | None = None,
+    answers: tuple[str, str] | None = None,
     seed: int = 0,
 ) -> TextEncoder:
     """Return a model with the weights of a checkpoint, in fp32, or with random weights.
@@ -241,12 +248,14 @@ def load_encoder(
         lengths: Numbers of tokens; empty for the model's own maximum, at most ``LENGTH``.
         pooling: The pooling, in place of the checkpoint's.
         normalizes: Whether vectors have the length 1, in place of the checkpoint's setting.
+        answers: Tokens, as texts or numbers, of a causal language model: the score is the logit of
+            the first minus the logit of the second. None for vectors and cross-encoders.
         seed: Seed of random weights.
 
     Raises:
         OptionError: A file is missing or malformed, the architecture is not supported, or the
             options do not fit it.
-        LoweringError: See ``TextEncoder``.
+        LoweringError: See ``TextEncoder``; or the logits are no product of hidden states.
     """
     config = read_any_config(config_path)
     if config.is_encoder_decoder:
@@ -255,10 +264,17 @@ def load_encoder(
         )
     library = transformers()
     scores = any(name.endswith(_SCORES) for name in config.architectures or ())
-    if scores and (pooling is not None or normalizes is not None):
+    if (scores or answers) and (pooling is not None or normalizes is not None):
         raise OptionError(
             "the model computes scores, and has no pooling", got=str(config.architectures)
         )
+    most = getattr(config, "max_position_embeddings", None) or LENGTH
+    lengths = lengths or (min(LENGTH, most),)
+    if answers is not None:
+        if scores:
+            raise OptionError("the model has logits of labels, and no answers", got=str(answers))
+        model = random_model(config, seed) if folder is None else load_model(folder, config)
+        return TextEncoder(model.get_decoder(), _answer_head(model, folder, answers), lengths)
     model_class = library.AutoModelForSequenceClassification if scores else library.AutoModel
     if folder is None:
         model = random_model(config, seed, model_class)
@@ -266,8 +282,47 @@ def load_encoder(
         parts = {} if scores else {"optional": _OPTIONAL, "foreign": _HEADS}
         model = load_model(folder, config, model_class, **parts)
     head = None if scores else _read_head(folder, pooling, normalizes)
-    most = getattr(config, "max_position_embeddings", None) or LENGTH
-    return TextEncoder(model, head, lengths or (min(LENGTH, most),))
+    return TextEncoder(model, head, lengths)
+
+
+@torch.no_grad()
+def _answer_head(model: Any, folder: Path | None, answers: Sequence[str]) -> Head:
+    """Return the head of a causal language model that answers by one of two tokens."""
+    tokens = [_answer_token(folder, answer) for answer in answers]
+    vocabulary = model.config.get_text_config().vocab_size
+    if max(tokens) >= vocabulary:
+        raise OptionError(
+            "an answer is not in the vocabulary", got=str(max(tokens)), expected=f"< {vocabulary}"
+        )
+    yes, no = in_memory(model.get_output_embeddings().weight)[tokens]
+    layer = nn.Linear(len(yes), 1, bias=False).requires_grad_(False)
+    layer.weight.copy_(yes - no)
+    text = torch.arange(min(_PROBE_TOKENS, vocabulary))[None]
+    logits = model(input_ids=text, use_cache=False).logits[0, -1, tokens]
+    score = layer(model.get_decoder()(input_ids=text, use_cache=False).last_hidden_state[0, -1])
+    bound = _TOLERANCE * float(logits.abs().max())
+    if not torch.allclose(score[0], logits[0] - logits[1], rtol=0, atol=bound):
+        raise LoweringError(
+            f"{type(model).__name__} computes its logits by more than a product",
+            got=f"{float(logits[0] - logits[1]):.4g}, by the product {float(score):.4g}",
+        )
+    summary = "logit of {} minus logit of {}".format(*answers)
+    return Head(Pooling.LAST, [layer], normalizes=False, summary=summary)
+
+
+def _answer_token(folder: Path | None, answer: str) -> int:
+    if answer.isdecimal():
+        return int(answer)
+    if folder is None:
+        raise OptionError(
+            "random weights have no tokenizer", got=answer, expected="the number of a token"
+        )
+    tokens = FileTokenizer(folder).encode(answer)
+    if len(tokens) != 1:
+        raise OptionError(
+            "an answer is not one token", got=f"{answer}: {tokens}", expected="the text of a token"
+        )
+    return tokens[0]
 
 
 def _read_head(folder: Path | None, pooling: Pooling | None, normalizes: bool | None) -> Head:

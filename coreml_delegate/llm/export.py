@@ -35,6 +35,7 @@ from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
 from coreml_delegate.llm.layout import TOKEN_EMBEDDING, CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.neural_engine import NeuralEngineDecoder, NeuralEngineForward
+from coreml_delegate.llm.quantized_checkpoint import is_quantized, kept_quantization
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.opaque_ops.recorded_compression import is_record
 from coreml_delegate.partition import CoreMLPartitioner
@@ -61,7 +62,8 @@ def quantize_weights(
     """Quantize weights in place; activations stay in floating point.
 
     Modules that share the embedding's weight, such as the head, are quantized as the embedding.
-    Routers of experts are not quantized.
+    Routers of experts are not quantized. Layers that the checkpoint stores quantized keep its
+    integers.
 
     Args:
         decoder: The model, which is changed.
@@ -77,14 +79,23 @@ def quantize_weights(
     vocabulary = _vocabulary(decoder)
     linears = linear_layers(decoder)
     modes = {} if linear is None else _modes_by_layer(linears, linear)
+    modules: list[Any] = [*linears.values(), *vocabulary]
+    stored = [module for module in modules if is_quantized(module.weight)]
     layers = [(name, linears[name], mode) for name, mode in modes.items()]
     if embedding is not None:
         layers.append(("the embedding", decoder.embedding, embedding))
+    layers = [row for row in layers if row[1] not in stored]
     _check_division(layers)
-    for name, mode in modes.items():
-        _replace_weight([linears[name]], quantized_weight(linears[name], mode))
-    if embedding is not None:
-        _replace_weight(vocabulary, _quantize(table, embedding))
+    for _, layer, mode in layers:
+        if layer is decoder.embedding:
+            _replace_weight(vocabulary, _quantize(table, mode))
+        else:
+            _replace_weight([layer], quantized_weight(layer, mode))
+    for module in stored:
+        integers = kept_quantization(module.weight)
+        if integers is not None:  # not replaced with the weight of another module
+            sharing = [other for other in stored if other.weight is module.weight]
+            _replace_weight(sharing, integers.tensor())
 
 
 def quantized_weight(layer: Any, mode: QuantizationMode) -> Any:
@@ -160,8 +171,8 @@ def export_methods(
         all_logits: Whether a call returns the logits of all its tokens, not of the last only.
 
     Raises:
-        OptionError: ``layout.replaced`` differs from ``decoder.replaced``; or the layout or the
-            form of the model returns the logits of one token only.
+        OptionError: ``layout.replaced`` differs from ``decoder.replaced``, a chunk is too short for
+            an image, or the layout or the form of the model returns the logits of one token only.
         LoweringError: ``torch.export`` cannot capture the model.
         OptionError: The layout selects more tokens than the vocabulary has.
     """
@@ -180,13 +191,20 @@ def export_methods(
             got=f"replaced caches {layout.replaced}",
             expected=str(replaced),
         )
+    if layout.chunk < decoder.least_chunk:
+        raise OptionError(
+            "an image whose positions see each other has to be in one call",
+            got=f"chunks of {layout.chunk} tokens",
+            expected=f"at least {decoder.least_chunk}",
+            remedy=f"Export with --prefill-chunk {decoder.least_chunk}",
+        )
     read_weights(decoder)
     exported: dict[str, ExportedProgram] = {}
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
         input_modules = decoder.input_modules(layout.chunk)
         for method, (module, example) in zip(layout.input_methods, input_modules, strict=True):
             if method == TOKEN_EMBEDDING:
-                module = StandardEmbedding(decoder.embedding, layout.chunk)
+                module = StandardEmbedding(module, layout.chunk)
             exported[method] = _export(module, (example,), layout)
         for adapter in (None, *adapters):
             name = None if adapter is None else adapter.name

@@ -493,13 +493,14 @@ class Generator:
         self._check(tokens, images)
         results: list[torch.Tensor] = []
         start = time.perf_counter()
-        inputs = self._decoder_inputs(tokens, images)
-        throughput = throughput or (self.decode if len(inputs) == 1 else self.prefill)
-        for part in inputs.split(self.layout.chunk):
+        parts = self._decoder_inputs(tokens, images)
+        count = sum(len(part) for part in parts)
+        throughput = throughput or (self.decode if count == 1 else self.prefill)
+        for part in parts:
             results = self._decoder.advance(part)
         self._tokens += tokens
         throughput.seconds += time.perf_counter() - start
-        throughput.tokens += len(inputs)
+        throughput.tokens += count
         return results
 
     def _prompt_length(self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None) -> int:
@@ -513,23 +514,26 @@ class Generator:
 
     def _decoder_inputs(
         self, tokens: Sequence[int], images: Sequence[torch.Tensor] | None
-    ) -> torch.Tensor:
-        """Return the decoder's input: tokens [L], or embeddings [L, width]."""
-        indices = torch.tensor(tokens)
+    ) -> Sequence[torch.Tensor]:
+        """Return the decoder's input for each call: tokens [L], or rows [L, channels]."""
+        indices, chunk = torch.tensor(tokens), self.layout.chunk
         if self.layout.image is None:
-            return indices
-        rows = torch.cat([self._embed(part) for part in indices.split(self.layout.chunk)])
+            return indices.split(chunk)
+        rows = torch.cat([self._embed(part) for part in indices.split(chunk)])
         parts: list[torch.Tensor] = []
+        begins: list[int] = []
         start = 0
         positions = (indices == self.layout.image.token).nonzero().flatten().tolist()
         for position, pixels in zip(positions, images or (), strict=False):
             (image,) = self._decoder.run(self.layout.input_methods[0], [pixels.float()])
             parts += [rows[start:position], image[0]]
+            begins.append(sum(map(len, parts[:-1])))
             start = position + 1
-        return torch.cat([*parts, rows[start:]])
+        inputs = torch.cat([*parts, rows[start:]])
+        return inputs.split(list(self.layout.image.calls(len(inputs), begins, chunk)))
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [L, width] of tokens [L], at most a chunk."""
+        """Return the rows [L, channels] of tokens [L], at most a chunk."""
         size = len(tokens) if self.layout.standard else self.layout.chunk
         chunk = torch.zeros(1, size, dtype=torch.long)
         chunk[0, : len(tokens)] = tokens

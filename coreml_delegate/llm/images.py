@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,12 @@ class Preparation:
             processor: Any = transformers().AutoImageProcessor.from_pretrained(
                 folder, backend="pil", local_files_only=True
             )
-            fit, side, processor_size = _fit(processor)
+            fit, side, processor_size = _fit(processor, size)
             if processor_size != size:
                 raise OptionError(
                     f"{folder} prepares images of another size than its model takes",
-                    got=f"{_size_text(processor_size)} pixels",
-                    expected=f"{_size_text(size)} pixels",
+                    got=f"{size_text(processor_size)} pixels",
+                    expected=f"{size_text(size)} pixels",
                 )
             normal = processor.do_normalize
             return cls(
@@ -111,14 +111,20 @@ def _remedy(error: Exception) -> str:
     return "Copy the preprocessor_config.json of the model into the folder"
 
 
-def _fit(processor: Any) -> tuple[Fit, int, tuple[int, int]]:
+def _fit(processor: Any, wanted: tuple[int, int]) -> tuple[Fit, int, tuple[int, int]]:
     """Return the fit, side and size of a processor of ``transformers``.
+
+    Args:
+        processor: The processor.
+        wanted: Height and width for a processor that takes images of any size.
 
     Raises:
         OptionError: The processor fits images in another way.
     """
     size = processor.size
     tile = getattr(processor, "max_image_size", None)
+    if hasattr(processor, "merge_size"):
+        return Fit.STRETCH, 0, wanted
     if size is not None and processor.do_resize:
         if size.longest_edge and tile:
             side = tile["longest_edge"]
@@ -156,7 +162,7 @@ class ImageInput:
     Attributes:
         token: Token that stands for an image in a prompt.
         positions: Number of positions of an image in the context.
-        width: Size of an embedding.
+        width: Channels of a row, for a position of an image or a token.
         preparation: Preprocessing of an image.
     """
 
@@ -167,7 +173,7 @@ class ImageInput:
 
     def describe(self) -> str:
         """Return the size and number of positions of an image as text."""
-        return f"{_size_text(self.preparation.size)} pixels in {self.positions:,} positions"
+        return f"{size_text(self.preparation.size)} pixels in {self.positions:,} positions"
 
     def constants(self) -> dict[str, Any]:
         """Return the constant methods by name, each with its value."""
@@ -219,6 +225,23 @@ class ImageInput:
         """Return the number of positions of a prompt in which ``images`` tokens are images."""
         return len(tokens) + images * (self.positions - 1)
 
+    def calls(self, length: int, begins: Sequence[int], chunk: int) -> Iterator[int]:
+        """Yield the number of rows of each call; an image that fits into a call is not split.
+
+        Args:
+            length: Number of rows.
+            begins: Index of the first row of each image.
+            chunk: Largest number of rows of a call.
+        """
+        start = 0
+        while start < length:
+            end = min(start + chunk, length)
+            for begin in begins:
+                if start < begin < end < begin + self.positions <= begin + chunk:
+                    end = begin
+            yield end - start
+            start = end
+
     def check(self, tokens: Sequence[int], images: Sequence[torch.Tensor]) -> None:
         """Check that images fit a prompt and the model.
 
@@ -261,5 +284,6 @@ def _count_text(images: int) -> str:
     return f"{images} image{'' if images == 1 else 's'}"
 
 
-def _size_text(size: tuple[int, int]) -> str:
+def size_text(size: tuple[int, int]) -> str:
+    """Return a height and width as text."""
     return f"{size[0]} x {size[1]}"

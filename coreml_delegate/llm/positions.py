@@ -5,7 +5,8 @@ RoPE (arXiv:2104.09864) rotates each pair of channels (i, i + d/2) of queries an
 by the angle p * f_i, with f_i = base^(-2i/d). Scalings change the frequencies: linear f_i / s; NTK
 base * s^(d/(d-2)); YaRN (arXiv:2309.00071) mixes f_i and f_i / s by wavelength, and multiplies
 cosines and sines by 0.1 ln(s) + 1. The tables are computed by the model's own module, so they
-include its scaling.
+include its scaling. Models that read images may rotate some channels by a row's time, others by its
+height and its width (M-RoPE, arXiv:2409.12191, section 2.1); for text all three are its position.
 
 **Encoder-decoder models**: learnt and sinusoidal embeddings, and relative biases. The modules of
 ``transformers`` use a key's index as its position. The rows of our caches are not in the order of
@@ -40,7 +41,11 @@ class RotaryTables(nn.Module):
 
     Attributes:
         kinds: The layer types.
+        axes: 1 where a channel is rotated by an axis, else 0, [3, R]: time, height, width; None if
+            the axes have equal positions.
     """
+
+    axes: torch.Tensor | None
 
     def __init__(
         self, tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]], config: Any
@@ -51,14 +56,21 @@ class RotaryTables(nn.Module):
         for kind, (cos, sin) in tables.items():
             self.register_buffer(_name("cos", kind), cos, persistent=False)
             self.register_buffer(_name("sin", kind), sin, persistent=False)
+        self.register_buffer("axes", None, persistent=False)
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines [B, L, R] of positions [B, L], or [3, B, L], equal for text."""
+        """Return cosines and sines [B, L, R] of positions [B, L] or [3, B, L].
+
+        Unless channels have axes, the three positions are equal.
+        """
         del x
-        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         cos, sin = (self.get_buffer(_name(kind, layer_type)) for kind in ("cos", "sin"))
+        if self.axes is not None and position_ids.dim() == 3:
+            axes = self.axes[:, None, None]
+            return (cos[position_ids] * axes).sum(0), (sin[position_ids] * axes).sum(0)
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         return cos[position_ids], sin[position_ids]
 
 
@@ -83,6 +95,22 @@ def tabulate_positions(model: nn.Module, context: int) -> None:
             kinds = getattr(module, "layer_types", kinds)
         tables = {kind: _table(module, kind, context) for kind in kinds}
         setattr(parent, name, RotaryTables(tables, getattr(module, "config", None)))
+
+
+@torch.no_grad()
+def read_axes(model: nn.Module) -> torch.Tensor:
+    """Return the axes of the channels of a model's rotary embedding; see ``RotaryTables``."""
+    ((_, _, module),) = _embeddings(model)
+    positions = torch.eye(3, dtype=torch.long)[:, None]  # axis, batch, token
+    _, sin = module(torch.zeros(1), positions)
+    return (sin[0] != 0).float()
+
+
+def use_axes(model: nn.Module, axes: torch.Tensor) -> None:
+    """Rotate channels by the positions of their axes; ``model`` has tables already."""
+    for module in model.modules():
+        if isinstance(module, RotaryTables):
+            module.axes = axes
 
 
 def _embeddings(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -2,13 +2,14 @@
 
 The projector turns an image into embeddings, which replace the embeddings of its image token. So
 the language model takes embeddings, and two more methods compute them: ``vision`` and ``embed``.
+``image_rows.py`` has what else some language models need to know of an image.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,23 +17,76 @@ from torch import nn
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.attention import Call, active_call
 from coreml_delegate.llm.decoder import Decoder
-from coreml_delegate.llm.images import ImageInput, Preparation
+from coreml_delegate.llm.image_rows import COUNTER, ImageRows
+from coreml_delegate.llm.images import ImageInput, Preparation, size_text
+from coreml_delegate.llm.patch_towers import PatchTower, patches_of
+from coreml_delegate.llm.positions import read_axes, use_axes
 from coreml_delegate.patches.third_party import wrap_errors
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+
+_Inputs = dict[str, torch.Tensor]
+_SIDE = 448  # pixels; of images of models that take images of any size
 
 
 class _Family:
     """How the modules of an architecture turn an image into embeddings."""
 
+    def size(self, config: Any, chosen: tuple[int, int] | None) -> tuple[int, int]:
+        """Return the height and width of a model's images.
+
+        Args:
+            config: Configuration of the model.
+            chosen: The size that the user wants; None for the model's own.
+
+        Raises:
+            OptionError: The model takes images of another size, or of any size.
+        """
+        size = getattr(config.vision_config, "image_size", None)
+        if size is None:
+            raise OptionError(
+                "the model takes images of any size, which is not supported",
+                got=f"a vision_config with model_type {config.vision_config.model_type!r}",
+                expected="a vision_config with image_size",
+            )
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        own = int(height), int(width)
+        if chosen not in (None, own):
+            raise OptionError(
+                "the model takes images of one size",
+                got=f"--image-size {size_text(chosen)}",
+                expected=size_text(own),
+                remedy="Leave out --image-size",
+            )
+        return own
+
     def prepare(self, model: Any, size: tuple[int, int]) -> None:
         """Replace modules that cannot be exported, for images of a height and width."""
 
-    def model_input(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return pixels [1, 3, H, W] in the shape that the unchanged model takes."""
-        return pixels
+    def positions(self, model: Any, pixels: torch.Tensor) -> int:
+        """Return the number of positions of an image, by the unchanged model."""
+        return _Family.see(self, model, pixels).shape[1]
+
+    def model_inputs(self, config: Any, pixels: torch.Tensor, tokens: torch.Tensor) -> _Inputs:
+        """Return the inputs that the unchanged model takes beside tokens.
+
+        Args:
+            config: Configuration of the model.
+            pixels: [1, 3, H, W].
+            tokens: [1, T], with a token for each position of the image.
+        """
+        del config, tokens
+        return {"pixel_values": pixels}
+
+    def rows(self, config: Any, size: tuple[int, int], count: int) -> ImageRows:
+        """Return what the language model has to know of the ``count`` positions of an image."""
+        del size
+        return ImageRows(count, _width(config))
 
     def see(self, model: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [1, N, width] that replace image tokens."""
-        features = model.get_image_features(pixel_values=self.model_input(pixels)).pooler_output
+        """Return the features [1, N, channels] that replace image tokens; see ``ImageRows``."""
+        features = model.get_image_features(pixel_values=pixels).pooler_output
         rows = features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
         return rows.reshape(1, -1, rows.shape[-1])
 
@@ -56,15 +110,94 @@ class _PaddedFamily(_Family):
         hook.remove()
         tower.embeddings = PatchEmbedding(original.patch_embedding, positions[0])
 
-    def model_input(self, pixels: torch.Tensor) -> torch.Tensor:
+    def positions(self, model: Any, pixels: torch.Tensor) -> int:
         """See ``_Family``: the model takes several images of several texts."""
-        return pixels[None]
+        return _Family.see(self, model, pixels[None]).shape[1]
+
+    def model_inputs(self, config: Any, pixels: torch.Tensor, tokens: torch.Tensor) -> _Inputs:
+        """See ``_Family``: the model takes several images of several texts."""
+        del config, tokens
+        return {"pixel_values": pixels[None]}
 
     def see(self, model: Any, pixels: torch.Tensor) -> torch.Tensor:
         """See ``_Family``."""
         tower, connector = model.model.vision_model, model.model.connector
         hidden = tower.encoder(inputs_embeds=tower.embeddings(pixels), attention_mask=None)
         return connector(tower.post_layernorm(hidden.last_hidden_state))
+
+
+class _BidirectionalFamily(_Family):
+    """Language models whose attention goes in both directions among the positions of an image."""
+
+    def model_inputs(self, config: Any, pixels: torch.Tensor, tokens: torch.Tensor) -> _Inputs:
+        """See ``_Family``: without types of tokens the model's attention would be causal."""
+        is_image = (tokens == config.image_token_id).to(torch.long)
+        return {"pixel_values": pixels, "token_type_ids": is_image}
+
+    def rows(self, config: Any, size: tuple[int, int], count: int) -> ImageRows:
+        """See ``_Family``."""
+        del size
+        return ImageRows(count, _width(config), bidirectional=True)
+
+
+class _GridFamily(_Family):
+    """The Qwen-VL family: images of any size, and positions of three dimensions."""
+
+    def size(self, config: Any, chosen: tuple[int, int] | None) -> tuple[int, int]:
+        """See ``_Family``: multiples of a merged patch."""
+        unit = _merged_patch(config)
+        default = max(_SIDE // unit, 1) * unit
+        size = chosen or (default, default)
+        if any(side % unit or not side for side in size):
+            raise OptionError(
+                "the model does not take images of this size",
+                got=f"--image-size {size_text(size)}",
+                expected=f"multiples of {unit} pixels",
+            )
+        return size
+
+    def prepare(self, model: Any, size: tuple[int, int]) -> None:
+        """Replace the tower."""
+        model.model.visual = PatchTower(model.model.visual, size)
+
+    def positions(self, model: Any, pixels: torch.Tensor) -> int:
+        """See ``_Family``."""
+        height, width = _grid(model.config, (pixels.shape[2], pixels.shape[3]))
+        return height * width
+
+    def model_inputs(self, config: Any, pixels: torch.Tensor, tokens: torch.Tensor) -> _Inputs:
+        """See ``_Family``: patches, their grid, and which tokens are an image."""
+        vision = config.vision_config
+        rows, columns = (side // vision.patch_size for side in pixels.shape[2:])
+        return {
+            "pixel_values": patches_of(pixels, vision),
+            "image_grid_thw": torch.tensor([[1, rows, columns]]),
+            "mm_token_type_ids": (tokens == config.image_token_id).to(torch.int),
+        }
+
+    def rows(self, config: Any, size: tuple[int, int], count: int) -> ImageRows:
+        """See ``_Family``."""
+        layers = len(getattr(config.vision_config, "deepstack_visual_indexes", ()))
+        return ImageRows(count, _width(config), grid=_grid(config, size), layers=layers)
+
+    def see(self, model: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """See ``_Family``."""
+        return model.model.visual(pixels)
+
+
+def _width(config: Any) -> int:
+    return config.get_text_config(decoder=True).hidden_size
+
+
+def _merged_patch(config: Any) -> int:
+    """Return the height and width, in pixels, of a position of an image."""
+    return config.vision_config.patch_size * config.vision_config.spatial_merge_size
+
+
+def _grid(config: Any, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the height and width of an image in positions."""
+    unit = _merged_patch(config)
+    return size[0] // unit, size[1] // unit
 
 
 class PatchEmbedding(nn.Module):
@@ -93,23 +226,22 @@ _FAMILIES: Mapping[str, _Family] = {
     "aya_vision": _Family(),
     "cohere2_vision": _Family(),
     "internvl": _Family(),
+    "gemma3": _BidirectionalFamily(),
+    "qwen2_vl": _GridFamily(),
+    "qwen2_5_vl": _GridFamily(),
+    "qwen3_vl": _GridFamily(),
+    "qwen3_5": _GridFamily(),
 }
 """Supported families by ``model_type``."""
 
 _BIDIRECTIONAL = "attention in both directions among the positions of an image"
 _POSITIONS = "positions of tokens that depend on the image"
 _TILES = "tiles of an image, whose number depends on its size"
-_LAYERED = "images that enter several layers of the language model"
 _CROSS = "layers of the language model that attend to the image"
 
 REFUSED: Mapping[str, str] = {
-    "gemma3": _BIDIRECTIONAL,
     "paligemma": f"{_BIDIRECTIONAL} and of the prompt",
-    "qwen2_vl": _POSITIONS,
-    "qwen2_5_vl": _POSITIONS,
     "glm4v": _POSITIONS,
-    "qwen3_vl": f"{_LAYERED}, and {_POSITIONS}",
-    "qwen3_5": _POSITIONS,
     "llava_next": _TILES,
     "llava_onevision": _TILES,
     "mistral3": "images of any size",
@@ -147,21 +279,17 @@ def leave_out_images(model: Any) -> None:
                 setattr(parent, name, None)
 
 
-def image_size(config: Any) -> tuple[int, int]:
-    """Return the height and width of a model's images from its configuration.
+def image_size(config: Any, chosen: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Return the height and width of a model's images.
+
+    Args:
+        config: Configuration of a model of the ``FAMILIES``.
+        chosen: The size that the user wants; None for the model's own, or a default.
 
     Raises:
-        OptionError: The model takes images of any size.
+        OptionError: The model does not take images of the chosen size.
     """
-    size = getattr(config.vision_config, "image_size", None)
-    if size is None:
-        raise OptionError(
-            "the model takes images of any size, which is not supported",
-            got=f"a vision_config with model_type {config.vision_config.model_type!r}",
-            expected="a vision_config with image_size",
-        )
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return int(height), int(width)
+    return _FAMILIES[config.model_type].size(config, chosen)
 
 
 class VisionDecoder(Decoder):
@@ -171,36 +299,47 @@ class VisionDecoder(Decoder):
         model: A model of ``transformers`` of one of the ``FAMILIES``, in fp32 and eval mode;
             changed.
         context: Number of positions of the longest text, images included.
+        image_size: See ``image_size``.
 
     Attributes:
+        size: Height and width of an image, in pixels.
         positions: Number of positions of an image.
+        image_rows: What the language model has to know of them.
 
     Raises:
         LoweringError: See ``Decoder``; or logits with an image differ from the unchanged model's.
         OptionError: The context is too long for the model, or has no room for an image.
     """
 
-    def __init__(self, model: Any, *, context: int) -> None:
-        family, size = _FAMILIES[model.config.model_type], image_size(model.config)
+    def __init__(
+        self, model: Any, *, context: int, image_size: tuple[int, int] | None = None
+    ) -> None:
+        config = model.config
+        family = _FAMILIES[config.model_type]
+        size = family.size(config, image_size)
         refusal = f"{type(model).__name__} does not compute with an image and a text"
         pixels = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0)) * 2 - 1
         with torch.no_grad(), wrap_errors(refusal, kind=LoweringError):
-            shape = _Family.see(family, model, pixels).shape
-            tokens = _probe_text(model.config.image_token_id, shape[1])
-            self._require_room(context, len(tokens), shape[1])
-            expected = model(
-                input_ids=torch.tensor([tokens]), pixel_values=family.model_input(pixels)
-            ).logits
+            count = family.positions(model, pixels)
+            text = torch.tensor([_probe_text(config.image_token_id, count)])
+            self._require_room(context, text.shape[1], count)
+            image_rows = family.rows(config, size, count)
+            inputs = family.model_inputs(config, pixels, text)
+            expected = model(input_ids=text, **inputs).logits
+            axes = None if image_rows.grid is None else read_axes(model.get_decoder())
             family.prepare(model, size)
         super().__init__(model, context=context)
-        self.size, self.positions = size, int(shape[1])
+        self.size, self.positions, self.image_rows = size, count, image_rows
         self._family = family
-        self._width = int(shape[2])
+        if axes is not None:
+            use_axes(model, axes)
+            self.layers = (*self.layers, COUNTER)
+        image_rows.add_features(model.get_decoder().layers)
         with torch.no_grad(), wrap_errors(refusal, kind=LoweringError):
-            rows = self.embedding(torch.tensor([tokens]))
-            rows[:, 1 : 1 + self.positions] = self.see(pixels)
+            rows = self.embed(text)
+            rows[:, 1 : 1 + count] = self.see(pixels)
             self._check_whole(expected, rows)
-            self._check_steps(expected, rows)
+            self._check_steps(expected, rows, count + 1 if image_rows.bidirectional else None)
 
     @staticmethod
     def _require_room(context: int, length: int, positions: int) -> None:
@@ -213,9 +352,30 @@ class VisionDecoder(Decoder):
             )
 
     def see(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [1, N, width] of an image, pixels [1, 3, H, W]."""
+        """Return the rows [1, N, channels] of an image, pixels [1, 3, H, W]."""
         with active_call(Call(), self.model):
-            return self._family.see(self.model, pixels)
+            return self.image_rows.of_image(self._family.see(self.model, pixels))
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the rows [1, L, channels] of tokens [1, L]."""
+        return self.image_rows.of_tokens(self.embedding(tokens))
+
+    @property
+    def least_chunk(self) -> int:
+        """See ``Decoder``: an image whose rows see each other has to be in one call."""
+        return self.positions if self.image_rows.bidirectional else 1
+
+    def model_inputs(
+        self,
+        inputs: torch.Tensor,
+        call: Call,
+        positions: torch.Tensor,
+        cache: Cache | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """See ``Decoder``; embeddings are rows [1, L, channels]."""
+        if not inputs.is_floating_point():
+            return super().model_inputs(inputs, call, positions, cache)
+        return self.image_rows.model_inputs(inputs, call, positions, cache)
 
     def language_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules that compute with tokens, by name: all except tower and projector."""
@@ -226,7 +386,7 @@ class VisionDecoder(Decoder):
 
     def inputs(self, length: int) -> torch.Tensor:
         """Return example embeddings of ``length`` tokens for ``advance``."""
-        return torch.zeros(1, length, self._width)
+        return torch.zeros(1, length, self.image_rows.channels)
 
     def input_modules(self, chunk: int) -> list[tuple[nn.Module, torch.Tensor]]:
         """Return the modules that compute embeddings of an image and of tokens; see ``Decoder``."""
@@ -244,7 +404,7 @@ class Vision(nn.Module):
         self.decoder = decoder
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [1, N, width] of pixels [1, 3, H, W], fp32."""
+        """Return the rows [1, N, channels] of pixels [1, 3, H, W], fp32."""
         return self.decoder.see(pixels)
 
 
@@ -256,23 +416,26 @@ class Embed(nn.Module):
         self.decoder = decoder
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [1, L, width] of tokens [1, L], int64."""
-        return self.decoder.embedding(tokens)
+        """Return the rows [1, L, channels] of tokens [1, L], int64."""
+        return self.decoder.embed(tokens)
 
 
-def read_preparation(config: Any, folder: Path | None) -> Preparation | None:
+def read_preparation(
+    config: Any, folder: Path | None, chosen: tuple[int, int] | None = None
+) -> Preparation | None:
     """Return the preprocessing of a model's images; None for a text-only model.
 
     Args:
         config: Configuration of ``transformers``.
         folder: Its checkpoint; None to stretch images to the model's size.
+        chosen: See ``image_size``.
 
     Raises:
-        OptionError: See ``Preparation.read``.
+        OptionError: See ``Preparation.read`` and ``image_size``.
     """
     if not reads_images(config):
         return None
-    size = image_size(config)
+    size = image_size(config, chosen)
     return Preparation(size) if folder is None else Preparation.read(folder, size)
 
 

@@ -37,6 +37,8 @@ _LIBRARY.define(
 _LIBRARY.define("look_up(Tensor indices, Tensor tables) -> Tensor")
 
 _Array = NDArray[Any]
+_TABLE_BITS = 6  # of the widest indices that are narrower than a byte
+_TABLE_BYTES = 2  # of a value in fp16
 BYTES = ("int8", "uint8")
 INTEGERS = ("int4", "uint4", *BYTES)
 
@@ -243,6 +245,12 @@ def emit_shift_scale(
     """
     scale = np.asarray(scale, np.float32)
     offset = None if offset is None or not np.any(offset) else offset
+    low, high = min(value_range[0], int(data.min())), max(value_range[1], int(data.max()))
+    if is_blockwise() and _saves_as_tables(data.size, scale.shape, high - low + 1):
+        values = np.arange(low, high + 1, dtype=np.float32)
+        shifted = values if offset is None else values - np.asarray(offset, np.float32)[..., None]
+        tables = scale[..., None] * shifted
+        return emit_look_up(data.astype(np.int32) - low, tables[..., None], None, name)
     data, offset = narrow(data, offset, value_range, INTEGERS if is_blockwise() else BYTES)
     if is_blockwise():
         offset_option = {} if offset is None else {"offset": offset}
@@ -260,6 +268,23 @@ def emit_shift_scale(
     return mb.constexpr_affine_dequantize(
         quantized_data=data, scale=scale[()], zero_point=offset[()], axis=np.int32(axis), name=name
     )
+
+
+def _saves_as_tables(size: int, blocks: Sequence[int], entries: int) -> bool:
+    """Whether weights take less memory as indices into tables of the products.
+
+    Core ML has integers of 4 and 8 bits, and indices of fewer. Its tables lie along one dimension.
+
+    Args:
+        size: Number of weights.
+        blocks: Number of scales per dimension.
+        entries: Number of values that an integer may have.
+    """
+    if entries > 2**_TABLE_BITS or sum(count > 1 for count in blocks) > 1:
+        return False
+    integer_bits = 4 if entries <= 2**4 else 8
+    saved = size * (integer_bits - index_bits(entries)) // 8
+    return saved > np.prod(blocks) * 2 ** index_bits(entries) * _TABLE_BYTES
 
 
 def narrow(

@@ -57,8 +57,10 @@ _NOISE = {
 
 _EXTRAS = {
     "PIL": "vision",
+    "accelerate": "gguf",
     "dask": "cluster",
     "distributed": "cluster",
+    "gguf": "gguf",
     "jax": "jax",
     "jaxlib": "jax",
     "llguidance": "grammar",

@@ -236,15 +236,13 @@ def _checkpoint_loader(folder: Path, vocabulary: int) -> Callable[[], Predict]:
     """Return a function that loads a checkpoint, whose configuration is checked here.
 
     Raises:
-        OptionError: The folder has no language model of the program's vocabulary.
+        OptionError: The checkpoint has no language model of the program's vocabulary.
     """
-    from coreml_delegate.llm.checkpoint import CONFIG, load_model, read_config
+    from coreml_delegate.llm.checkpoint import config_file, load_model, read_config
     from coreml_delegate.llm.evaluation import predict_with_module
     from coreml_delegate.llm.stored_weights import read_weights
 
-    if not folder.is_dir():
-        raise OptionError("no such checkpoint folder", got=str(folder))
-    config = read_config(folder / CONFIG)
+    config = read_config(config_file(folder))
     size = config.get_text_config(decoder=True).vocab_size
     if config.is_encoder_decoder or size != vocabulary:
         raise OptionError(

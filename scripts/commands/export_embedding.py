@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="divide vectors by their length (default: as modules.json says, yes without one)",
     )
+    parser.add_argument(
+        "--answers",
+        type=_answers,
+        metavar="YES,NO",
+        help="score texts with a causal language model, by the logit of the token YES minus the "
+        "logit of NO behind the text; texts of tokens, or their numbers (Qwen3-Reranker: yes,no)",
+    )
     quantization_options.add_weight_modes(parser)
     arguments.add_allow_missing_kernels(parser)
     arguments.add_options(parser, CompileOptions)
@@ -82,6 +89,7 @@ def _encoder(args: argparse.Namespace) -> TextEncoder:
         lengths=args.length,
         pooling=None if args.pooling is None else Pooling(args.pooling),
         normalizes=args.normalize,
+        answers=args.answers,
         seed=args.seed,
     )
 
@@ -126,6 +134,13 @@ def _report(
 
 def _lengths(text: str) -> tuple[int, ...]:
     return tuple(arguments.positive(part) for part in text.split(","))
+
+
+def _answers(text: str) -> tuple[str, str]:
+    yes, comma, no = text.partition(",")
+    if not (yes and comma and no):
+        raise argparse.ArgumentTypeError(f"two tokens with a comma between them, not {text!r}")
+    return yes, no
 
 
 COMMAND = Command(

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 
 _CONTEXT = 2048  # tokens
+_IMAGE_SIDE = 448  # pixels
 _CHUNK = {"io": 64, "state": 8, "buffer": 8}
 _ANSWER_CHUNK = 8  # of encoder-decoder models, whose prompts have few tokens
 _BYTES = {
@@ -49,7 +50,7 @@ _WITHOUT_NEURAL_ENGINE = (ComputeUnit.CPU_ONLY, ComputeUnit.CPU_AND_GPU)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    checkpoints.add_checkpoint(parser, "transformers saves them")
+    checkpoints.add_checkpoint(parser, "transformers saves them", ", or a .gguf file")
     add_number(
         parser,
         "--context",
@@ -62,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "N",
         "tokens that one call takes; unless caches are inputs, single tokens are padded to it, too "
         f"(default: {_CHUNK['state']}, with --cache io {_CHUNK['io']}; of a model that encodes "
-        f"texts {_ANSWER_CHUNK}, of a model of recordings 1)",
+        f"texts {_ANSWER_CHUNK}, of a model of recordings 1; at least the positions of an image if "
+        "they see each other)",
     )
     add_number(
         parser,
@@ -76,6 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out the parts of the model that read images, which is done with a warning if "
         "its images are not supported",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=_image_size,
+        metavar="HxW",
+        help="height and width of images in pixels, of a model that takes images of any size "
+        f"(default: about {_IMAGE_SIDE}x{_IMAGE_SIDE})",
     )
     parser.add_argument(
         "--for",
@@ -232,7 +241,6 @@ def _model(
         most_context,
         random_decoder,
         read_config,
-        unsupported_images,
     )
     from coreml_delegate.llm.layout import CacheKind, Layout
     from coreml_delegate.llm.neural_engine import NeuralEngineDecoder
@@ -240,9 +248,7 @@ def _model(
 
     folder: Path | None = args.checkpoint
     config = read_config(checkpoints.config_path(args), text_only=args.text_only)
-    unsupported = unsupported_images(config)
-    if unsupported is not None and not args.text_only:
-        console.warn(f"images are left out: {config.model_type} has {unsupported}")
+    image_options = _image_options(args, config)
     selection = None if args.sample_in_model is None else Selection.parse(args.sample_in_model)
     if selection is not None:
         selection.check(config.get_text_config(decoder=True).vocab_size)
@@ -265,8 +271,8 @@ def _model(
             got=f"--context {context}",
             expected=f"at most {most}",
         )
-    preparation = None if args.text_only else read_preparation(config, folder)
-    options: dict[str, Any] = {"context": context, "text_only": args.text_only}
+    preparation = None if args.text_only else read_preparation(config, folder, args.image_size)
+    options: dict[str, Any] = {"context": context, "text_only": args.text_only, **image_options}
     if args.form is not None:
         options |= {"kind": NeuralEngineDecoder, "pieces": args.pieces or 1}
     decoder = (
@@ -277,7 +283,7 @@ def _model(
     image = image_input(decoder, preparation)
     needs_methods = selection is not None or image is not None
     standard, cache = _form(args, needs_methods=needs_methods)
-    chunk = min(args.prefill_chunk or _CHUNK[cache], context)
+    chunk = min(args.prefill_chunk or max(_CHUNK[cache], decoder.least_chunk), context)
     if standard and image is not None and chunk < image.positions:
         raise OptionError(
             "ExecuTorch's runner passes an image in one call, which is longer than a chunk",
@@ -310,6 +316,25 @@ def _last_logits_only(what: str) -> OptionError:
         got="--logits all",
         remedy="Leave it out, or export a decoder with --layout standard",
     )
+
+
+def _image_options(args: argparse.Namespace, config: Any) -> dict[str, Any]:
+    """Return the options of a decoder about images; warn if images are left out.
+
+    Raises:
+        OptionError: Images that the exported model does not take have a size.
+    """
+    from coreml_delegate.llm.checkpoint import unsupported_images
+    from coreml_delegate.llm.vision import reads_images
+
+    unsupported = unsupported_images(config)
+    if unsupported is not None and not args.text_only:
+        console.warn(f"images are left out: {config.model_type} has {unsupported}")
+    if args.image_size is None:
+        return {}
+    if args.text_only or not reads_images(config):
+        raise OptionError("the exported model takes no images", got="--image-size")
+    return {"image_size": args.image_size}
 
 
 def _form(args: argparse.Namespace, *, needs_methods: bool) -> tuple[bool, str]:
@@ -516,6 +541,14 @@ def _adapter(text: str) -> tuple[str, Path]:
     return Path(os.path.abspath(text)).name, Path(text)
 
 
+def _image_size(text: str) -> tuple[int, int]:
+    """Parse ``448x448``."""
+    height, cross, width = text.partition("x")
+    if not cross:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a height and width such as 448x448")
+    return arguments.positive(height), arguments.positive(width)
+
+
 def _source_rows(layout: Layout) -> list[tuple[str, str]]:
     source = layout.source
     if source is None:
@@ -527,8 +560,8 @@ def _source_rows(layout: Layout) -> list[tuple[str, str]]:
 COMMAND = Command(
     name="export-llm",
     summary="lower a language model to a .pte that generates text",
-    description="Lower a language model of transformers, from a local checkpoint folder or with "
-    "random weights, to a .pte for coreml-delegate generate.",
+    description="Lower a language model of transformers, from a local checkpoint folder, a GGUF "
+    "file or with random weights, to a .pte for coreml-delegate generate.",
     add_arguments=add_arguments,
     run=run,
 )

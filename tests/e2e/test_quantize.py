@@ -66,6 +66,9 @@ TAKEN = {
         "iOS16",
     ),
     "int8 rows, bfloat16 scales": (_int(8, ROWS, scale_dtype=torch.bfloat16), 8, "iOS16"),
+    # Tables of the products, where they take less than the bits that they save.
+    "int2 rows": (_int(2, ROWS), 2, "iOS18"),
+    "int2 rows, zero points": (_int(2, ROWS, MappingType.ASYMMETRIC), 2, "iOS18"),
     # Core ML has integers of 4 and 8 bits.
     "int2 groups": (_int(2, GROUPS), 4, "iOS18"),
     "int3 rows": (_int(3, ROWS), 4, "iOS18"),

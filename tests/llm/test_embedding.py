@@ -171,6 +171,49 @@ def test_scores_of_a_decoder_are_those_of_its_last_token(tmp_path):
     torch.testing.assert_close(embed(TEXT), scores, atol=atol, rtol=rtol)
 
 
+def answering(folder: Path, kind: str = "qwen3", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    library = transformers()
+    keys = {**_SIZES, **_GROUPED, **changes, "initializer_range": 0.3}
+    model = library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model(kind, **keys))
+    model.save_pretrained(folder)
+    save_tokenizer(folder / "tokenizer.json", VOCABULARY)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_scores_of_answers_are_differences_of_logits(tmp_path):
+    model = answering(tmp_path)
+    yes, no = 40, 41
+    answers = text_of([yes]), str(no)
+    encoder = load_encoder(tmp_path, tmp_path / "config.json", lengths=(16,), answers=answers)
+    assert encoder.describe_head() == f"logit of {answers[0]} minus logit of 41"
+    logits = model(input_ids=torch.tensor([TEXT])).logits[0, -1]
+    atol, rtol = ATOL_RTOL_LOGITS
+    expected = (logits[yes] - logits[no])[None]
+    torch.testing.assert_close(lowered(encoder)(TEXT), expected, atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize(
+    ("answers", "options", "message"),
+    [
+        (("97", "1"), {}, "not in the vocabulary: got 97, expected < 97"),
+        ((text_of([40, 41]), "1"), {}, r"not one token: got .*: \[40, 41\]"),
+        (("1", "2"), {"pooling": Pooling.LAST}, "computes scores, and has no pooling"),
+    ],
+)
+def test_wrong_answers_are_refused(answers, options, message, tmp_path):
+    answering(tmp_path)
+    with pytest.raises(OptionError, match=message):
+        load_encoder(tmp_path, tmp_path / "config.json", answers=answers, **options)
+
+
+def test_answers_of_capped_logits_are_refused(tmp_path):
+    answering(tmp_path, "gemma2", final_logit_softcapping=1.0)
+    with pytest.raises(LoweringError, match="computes its logits by more than a product"):
+        load_encoder(tmp_path, tmp_path / "config.json", answers=("1", "2"))
+
+
 def test_a_decoder_that_does_not_know_its_padding_is_refused(tmp_path):
     scoring(tmp_path, "qwen3", **_GROUPED)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -29,7 +29,7 @@ from support.vision_families import (
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError, LoweringError, OptionError
-from coreml_delegate.llm import vision
+from coreml_delegate.llm import patch_towers, vision
 from coreml_delegate.llm.checkpoint import load_decoder, read_config
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
@@ -41,16 +41,23 @@ from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.targets import Opset
 
-CONTEXT, CHUNK, STEPS = 96, 8, 32
+CONTEXT, STEPS = 96, 32
 PROMPT = [5, IMAGE, 7, 11, IMAGE, 13]
-IMAGES = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
-PIXELS = list(IMAGES[:, None])
 ENGINES = ("openvino", "reference")
 
 
+def images_of(name: str) -> torch.Tensor:
+    """Two images, [2, 3, H, W]."""
+    size = (FAMILIES | VARIANTS)[name].size
+    return torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(0))
+
+
+def pixels_of(name: str) -> list[torch.Tensor]:
+    return list(images_of(name)[:, None])
+
+
 def most_probable(logits: torch.Tensor) -> int:
-    """The most probable token but the image's, for which transformers would want another image."""
-    return int(logits.index_fill(0, torch.tensor(IMAGE), -torch.inf).argmax())
+    return int(logits.argmax())
 
 
 @functools.cache
@@ -58,25 +65,34 @@ def expected(name: str) -> tuple[list[int], torch.Tensor]:
     """Greedy tokens of transformers, computed on whole texts, and the logits behind each."""
     model, made = tiny_vision_model(name), []
     for _ in range(STEPS):
-        made.append(most_probable(logits_of(model, name, PROMPT + made, IMAGES)[-1]))
-    return made, logits_of(model, name, PROMPT + made, IMAGES)[-STEPS - 1 :]
+        made.append(most_probable(logits_of(model, name, PROMPT + made, images_of(name))[-1]))
+    return made, logits_of(model, name, PROMPT + made, images_of(name))[-STEPS - 1 :]
 
 
 def decoder_of(name: str) -> VisionDecoder:
-    return VisionDecoder(tiny_vision_model(name), context=CONTEXT)
+    family = (FAMILIES | VARIANTS)[name]
+    size = family.size if family.chooses_size else None
+    return VisionDecoder(tiny_vision_model(name), context=CONTEXT, image_size=size)
 
 
-def layout_of(decoder: VisionDecoder, cache: CacheKind = CacheKind.IO) -> Layout:
+def layout_of(
+    decoder: VisionDecoder, cache: CacheKind = CacheKind.IO, *, name: str = "llava"
+) -> Layout:
     image = image_input(decoder, Preparation(decoder.size))
-    return Layout(decoder.vocabulary, CONTEXT, CHUNK, cache, image=image)
+    replaced = decoder.replaced if cache is CacheKind.IO else ()
+    chunk = (FAMILIES | VARIANTS)[name].chunk
+    return Layout(decoder.vocabulary, CONTEXT, chunk, cache, image=image, replaced=replaced)
 
 
 def lowered(
-    decoder: VisionDecoder,
+    name: str,
     precision: Precision = Precision.FLOAT32,
     cache: CacheKind = CacheKind.IO,
+    *,
+    decoder: VisionDecoder | None = None,
 ) -> bytes:
-    layout = layout_of(decoder, cache)
+    decoder = decoder or decoder_of(name)
+    layout = layout_of(decoder, cache, name=name)
     specs = fp32_specs(compute_precision=precision, minimum_deployment_target=Opset.iOS18)
     partitioner = CoreMLPartitioner(compile_specs=specs, lower_full_graph=True)
     program = lower(export_methods(decoder, layout), layout, partitioner).buffer
@@ -85,9 +101,9 @@ def lowered(
     return program
 
 
-def fed(generator: Generator, tokens: list[int]) -> torch.Tensor:
+def fed(generator: Generator, name: str, tokens: list[int]) -> torch.Tensor:
     """Logits behind the prompt with its images, and behind each token after it."""
-    made = [generator.feed(PROMPT, PIXELS), *(generator.feed([token]) for token in tokens)]
+    made = [generator.feed(PROMPT, pixels_of(name)), *(generator.feed([token]) for token in tokens)]
     return torch.stack(made)
 
 
@@ -95,13 +111,13 @@ def fed(generator: Generator, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
     tokens, logits = expected(name)
-    program = lowered(decoder_of(name))
+    program = lowered(name)
     atol, rtol = logits_bounds(logits)
     for engine in ENGINES:
         generator = Generator.load(program, engine=engine)
-        torch.testing.assert_close(fed(generator, tokens), logits, atol=atol, rtol=rtol)
+        torch.testing.assert_close(fed(generator, name, tokens), logits, atol=atol, rtol=rtol)
         generator.reset()
-        greedy = generator.generate(PROMPT, most_probable, limit=STEPS, images=PIXELS)
+        greedy = generator.generate(PROMPT, most_probable, limit=STEPS, images=pixels_of(name))
         assert list(greedy) == tokens
         assert generator.position == whole_text(name, PROMPT).shape[1] + STEPS - 1
 
@@ -109,13 +125,20 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cache"),
-    [("llava", CacheKind.IO), ("smolvlm", CacheKind.STATE), ("internvl", CacheKind.IO)],
+    [
+        ("llava", CacheKind.IO),
+        ("smolvlm", CacheKind.STATE),
+        ("internvl", CacheKind.IO),
+        ("gemma3", CacheKind.STATE),
+        ("qwen2_5_vl", CacheKind.STATE),
+        ("qwen3_vl", CacheKind.IO),
+    ],
 )
 def test_fp16_and_states_stay_close(name, cache):
     tokens, logits = expected(name)
-    program = lowered(decoder_of(name), Precision.FLOAT16, cache)
+    program = lowered(name, Precision.FLOAT16, cache)
     for engine in ENGINES:
-        actual = fed(Generator.load(program, engine=engine), tokens)
+        actual = fed(Generator.load(program, engine=engine), name, tokens)
         assert sqnr_db(logits.numpy(), actual.numpy()) > SQNR_FP16
 
 
@@ -125,19 +148,20 @@ def test_few_bits_are_for_the_language_model_alone(linear, embedding):
     """Tower and projector stay as they are: groups do not divide the layers of common towers."""
     decoder = decoder_of("smolvlm")
     quantize_weights(decoder, **few_bits(linear, embedding))
-    generator = Generator.load(lowered(decoder), engine="reference")
+    generator = Generator.load(lowered("smolvlm", decoder=decoder), engine="reference")
+    images, pixels = images_of("smolvlm"), pixels_of("smolvlm")
     with torch.no_grad():
         tokens = whole_text("smolvlm", PROMPT)
-        rows = decoder.embedding(tokens)
-        seen = torch.cat([decoder.see(pixels)[0] for pixels in PIXELS])
+        rows = decoder.embed(tokens)
+        seen = torch.cat([decoder.see(image)[0] for image in pixels])
         rows[0, tokens[0] == IMAGE] = seen
         logits = decoder.forward(rows)[0, -1]
-        whole = tiny_vision_model("smolvlm").get_image_features(pixel_values=IMAGES[None])
+        whole = tiny_vision_model("smolvlm").get_image_features(pixel_values=images[None])
     atol, rtol = ATOL_RTOL["fp32"]
     torch.testing.assert_close(seen, torch.cat(whole.pooler_output), atol=atol, rtol=rtol)
     atol, rtol = logits_bounds(logits)
-    torch.testing.assert_close(generator.feed(PROMPT, PIXELS), logits, atol=atol, rtol=rtol)
-    kept = logits_of(tiny_vision_model("smolvlm"), "smolvlm", PROMPT, IMAGES)[-1]
+    torch.testing.assert_close(generator.feed(PROMPT, pixels), logits, atol=atol, rtol=rtol)
+    kept = logits_of(tiny_vision_model("smolvlm"), "smolvlm", PROMPT, images)[-1]
     assert not torch.allclose(logits, kept, atol=10 * atol, rtol=10 * rtol)
 
 
@@ -147,7 +171,7 @@ def test_weights_are_stored_once():
     model = tiny_vision_model("smolvlm", layers=1, vocab_size=16384)
     table = model.lm_head.weight
     weights = sum(parameter.numel() for parameter in model.parameters()) * 4
-    size = len(lowered(VisionDecoder(model, context=CONTEXT)))
+    size = len(lowered("smolvlm", decoder=VisionDecoder(model, context=CONTEXT)))
     assert weights < size < weights + table.numel() * 4 // 4
 
 
@@ -170,10 +194,11 @@ def test_methods_have_only_the_buffers_they_use():
 def test_the_modules_in_torch_compute_the_logits_of_transformers(name):
     """Made ready for export; the constructor compares with the same model before."""
     decoder, tokens = decoder_of(name), whole_text(name, PROMPT)
-    logits = logits_of(tiny_vision_model(name), name, PROMPT, IMAGES)
+    logits = logits_of(tiny_vision_model(name), name, PROMPT, images_of(name))
     with torch.no_grad():
-        rows = decoder.embedding(tokens)
-        rows[0, tokens[0] == IMAGE] = torch.cat([decoder.see(pixels)[0] for pixels in PIXELS])
+        rows = decoder.embed(tokens)
+        seen = [decoder.see(pixels)[0] for pixels in pixels_of(name)]
+        rows[0, tokens[0] == IMAGE] = torch.cat(seen)
         actual = decoder(rows)[0]
     atol, rtol = logits_bounds(logits)
     torch.testing.assert_close(actual, logits, atol=atol, rtol=rtol)
@@ -196,6 +221,45 @@ def test_an_image_needs_room():
     assert VisionDecoder(tiny_vision_model("llava"), context=19).context == 19
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("llava", (56, 70), "one size: got --image-size 56 x 70, expected 56 x 56. Leave out"),
+        ("qwen2_vl", (56, 70), "size: got --image-size 56 x 70, expected multiples of 28 pixels"),
+        ("qwen3_vl", (28 * 64, 28 * 33), "too many positions: got 2,112, expected at most 2,048"),
+    ],
+)
+def test_sizes_that_a_model_does_not_take_are_refused(name, size, message):
+    with pytest.raises(OptionError, match=message):
+        VisionDecoder(tiny_vision_model(name), context=4096, image_size=size)
+
+
+def test_models_of_images_of_any_size_have_a_default():
+    config = tiny_vision_model("qwen2_5_vl").config
+    assert vision.image_size(config) == (448, 448)
+    config.vision_config.patch_size = 16
+    assert vision.image_size(config) == (448, 448)
+    config.vision_config.patch_size = 15
+    assert vision.image_size(config) == (420, 420)
+    assert vision.image_size(config, (60, 30)) == (60, 30)
+
+
+def test_an_image_whose_rows_see_each_other_is_in_one_call():
+    decoder = decoder_of("gemma3")
+    layout = replace(layout_of(decoder, name="gemma3"), chunk=15)
+    with pytest.raises(
+        OptionError, match=r"one call: got chunks of 15 tokens, expected at least 16"
+    ):
+        export_methods(decoder, layout)
+    image = layout.image
+    assert image is not None
+    assert list(image.calls(40, [2, 20], 18)) == [18, 18, 4]
+    assert list(image.calls(40, [2, 20], 17)) == [2, 17, 17, 4]
+    assert list(image.calls(40, [1, 17], 16)) == [1, 16, 16, 7]
+    assert list(image.calls(40, [3], 8)) == [8] * 5
+    assert list(image.calls(5, [], 8)) == [5]
+
+
 @pytest.mark.parametrize("model_type", [*vision.TEXT_REFUSED, "blip-2"])
 def test_other_architectures_are_refused(model_type, tmp_path):
     reason = vision.REFUSED.get(model_type)
@@ -215,15 +279,13 @@ def test_checkpoints_are_read(name, tmp_path):
     decoder = load_decoder(tmp_path, read_config(tmp_path / "config.json"), context=CONTEXT)
     assert isinstance(decoder, VisionDecoder)
     assert decoder.tied == (name == "smolvlm")
+    images = images_of(name)
     with torch.no_grad():
-        expected_rows = torch.cat(
-            tuple(
-                model.get_image_features(
-                    pixel_values=IMAGES[None] if name == "smolvlm" else IMAGES
-                ).pooler_output
-            )
+        features = model.get_image_features(
+            pixel_values=images[None] if name == "smolvlm" else images
         )
-        rows = torch.cat([decoder.see(pixels)[0] for pixels in PIXELS])
+        expected_rows = torch.cat(tuple(features.pooler_output))
+        rows = torch.cat([decoder.see(pixels)[0] for pixels in pixels_of(name)])
     atol, rtol = ATOL_RTOL["fp32"]
     torch.testing.assert_close(rows, expected_rows, atol=atol, rtol=rtol)
 
@@ -254,6 +316,7 @@ PROCESSORS = {
         "size": {"longest_edge": 150},
     },
     "GotOcr2ImageProcessor": {"size": {"height": 56, "width": 56}},
+    "Gemma3ImageProcessor": {"size": {"height": 56, "width": 56}},
 }
 
 
@@ -271,6 +334,31 @@ def test_images_are_prepared_as_by_transformers(name, crop, tmp_path):
     assert pixels.shape == (1, 3, 56, 56)
     atol, rtol = ATOL_RTOL["fp32"]
     torch.testing.assert_close(pixels, expected_pixels.view(1, 3, 56, 56), atol=atol, rtol=rtol)
+
+
+@pytest.mark.parametrize("crop", [(0, 427, 0, 640), (0, 427, 0, 201)])
+@pytest.mark.parametrize("patch", [14, 16])
+def test_images_of_any_size_are_prepared_as_by_transformers(patch, crop, tmp_path):
+    """An image to which the processor gives the size that the model was exported for."""
+    pillow = pytest.importorskip("PIL.Image")
+    top, bottom, left, right = crop
+    image = pillow.fromarray(load_sample_image("china.jpg")[top:bottom, left:right])
+    library = transformers()
+    saved = library.Qwen2VLImageProcessor(
+        patch_size=patch, size={"shortest_edge": 56 * 56, "longest_edge": 120**2}
+    )
+    saved.save_pretrained(tmp_path)
+    processor = library.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    expected = processor(images=image, return_tensors="pt")
+    _, rows, columns = expected["image_grid_thw"][0].tolist()
+    assert rows != columns
+    pixels = Preparation.read(tmp_path, (rows * patch, columns * patch)).pixels(image)
+    assert pixels.shape == (1, 3, rows * patch, columns * patch)
+    config = library.Qwen2VLConfig().vision_config
+    config.patch_size = patch
+    patches = patch_towers.patches_of(pixels, config)
+    atol, rtol = ATOL_RTOL["fp32"]
+    torch.testing.assert_close(patches, expected["pixel_values"], atol=atol, rtol=rtol)
 
 
 def test_images_may_be_described_with_the_whole_processor(tmp_path):
@@ -318,12 +406,13 @@ def test_a_layout_with_images_is_read_as_it_was_written(preparation):
 
 def test_prompts_must_fit_their_images():
     image = ImageInput(90, 16, 32, Preparation((56, 56)))
-    image.check(PROMPT, PIXELS)
+    pixels = pixels_of("llava")
+    image.check(PROMPT, pixels)
     assert image.length(PROMPT, 2) == 36
     with pytest.raises(InputError, match=r"got 2 times token 90, and 1 image\. Put the token into"):
-        image.check(PROMPT, PIXELS[:1])
+        image.check(PROMPT, pixels[:1])
     with pytest.raises(InputError, match="got 0 times token 90, and 2 images"):
-        image.check([1, 2], PIXELS)
+        image.check([1, 2], pixels)
     with pytest.raises(InputError, match=r"got \[1, 3, 56, 57\], expected \[1, 3, 56, 56\]"):
         image.check([90], [torch.zeros(1, 3, 56, 57)])
 
@@ -350,27 +439,29 @@ def test_configurations_give_one_side_or_two(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("cache", [CacheKind.STATE, CacheKind.BUFFER])
-def test_executorchs_runner_writes_the_text_of_transformers(cache, tmp_path):
+def test_executorchs_runner_writes_the_text_of_transformers(name, cache, tmp_path):
     """Chunks of an image and some tokens."""
     from executorch.extension.llm import runner as executorch
 
-    decoder, model = decoder_of("llava"), tiny_vision_model("llava")
-    first, second = [5, 7, 11], [13, 17, 19]
-    sizes = {"chunk": decoder.positions + 4, "cache": cache, "standard": True}
-    layout = replace(layout_of(decoder), **sizes)
+    decoder, model = decoder_of(name), tiny_vision_model(name)
+    images, pixels = images_of(name), pixels_of(name)
+    first, second, third = [5, 7, 11], [13, 17, 19], [23, 29]
+    sizes = {"chunk": decoder.positions + 4, "cache": cache, "standard": True, "replaced": ()}
+    layout = replace(layout_of(decoder, name=name), **sizes)
     specs = fp32_specs(minimum_deployment_target=Opset.iOS18)
     has_states = cache is CacheKind.STATE
     partitioner = CoreMLPartitioner(compile_specs=specs, take_over_mutable_buffer=has_states)
     path = tmp_path / "model.pte"
     path.write_bytes(lower(export_methods(decoder, layout), layout, partitioner).buffer)
     assert [len(report.partitions) for report in partitioner.reports] == [1, 1, 1]
-    tokens = [*first, IMAGE, *second]
+    tokens = [*first, IMAGE, *second, IMAGE, *third]
     for _ in range(STEPS):
-        tokens.append(most_probable(logits_of(model, "llava", tokens, IMAGES[:1])[-1]))
+        tokens.append(most_probable(logits_of(model, name, tokens, images)[-1]))
     expected = tokens[-STEPS:]
     generator = Generator.load(path, engine="openvino")
-    greedy = generator.generate(tokens[:-STEPS], most_probable, limit=STEPS, images=PIXELS[:1])
+    greedy = generator.generate(tokens[:-STEPS], most_probable, limit=STEPS, images=pixels)
     assert list(greedy) == expected
     runtime.register(engine="openvino")
     tokenizer = save_tokenizer(tmp_path / "tokenizer.json", decoder.vocabulary)
@@ -379,8 +470,10 @@ def test_executorchs_runner_writes_the_text_of_transformers(cache, tmp_path):
     runner.generate(
         [
             executorch.make_text_input(text_of(first)),
-            executorch.make_image_input(PIXELS[0][0]),
+            executorch.make_image_input(pixels[0][0]),
             executorch.make_text_input(text_of(second)),
+            executorch.make_image_input(pixels[1][0]),
+            executorch.make_text_input(text_of(third)),
         ],
         executorch.GenerationConfig(echo=False, temperature=0.0, max_new_tokens=STEPS),
         pieces.append,

@@ -169,7 +169,7 @@ def test_other_files_are_refused(folder, tmp_path, capsys, content):
         (["--context", 33], "got --context 33, expected at most 32"),
         (["--stride", 25], "the stride is out of range: got 25, expected 1 to 24"),
         (["--text", "none.txt"], "No such file or directory: none.txt"),
-        (["--checkpoint", "none"], "no such checkpoint folder: got none"),
+        (["--checkpoint", "none"], "no such checkpoint: got none"),
         (["--tokenizer", "none"], "no such tokenizer: got none"),
         (["--adapter", "none"], "the program has no such adapter: got none"),
     ],

@@ -93,7 +93,14 @@ def test_bad_input_is_one_line(config, changes, options, message, tmp_path, caps
 
 def test_a_folder_that_does_not_exist(tmp_path, capsys):
     assert main(["export-embedding", "nowhere", "-o", str(tmp_path / "model.pte")]) == 1
-    assert "no such checkpoint folder: got nowhere" in capsys.readouterr().err
+    assert "no such checkpoint: got nowhere" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["export-embedding", "-o", str(tmp_path / "model.pte")])
     assert "exactly one is required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answers", ["yes", "yes,", ",no"])
+def test_answers_are_two_tokens(answers, config, capsys):
+    with pytest.raises(SystemExit):
+        main(["export-embedding", "--random", str(config), "-o", "m.pte", "--answers", answers])
+    assert "two tokens with a comma between them" in capsys.readouterr().err

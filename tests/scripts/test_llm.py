@@ -11,13 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import CONFIG, save
+from support.checkpoints import CONFIG, save, tiny_model
 from support.command import leftovers, start, tiny_pte
+from support.gguf_files import TOKENS, write_gguf
 from support.text_tokenizer import save_tokenizer
+from support.tolerances import logits_bounds
+from tokenizers import Tokenizer
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind
+from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.scripts import arguments
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.scripts.commands import export_llm
@@ -333,7 +337,7 @@ def test_checkpoint_and_random_exclude_each_other(sources, capsys):
 
 def test_a_missing_checkpoint_is_an_error(capsys):
     assert main(["export-llm", "nowhere", "-o", "model.pte"]) == 1
-    assert "no such checkpoint folder: got nowhere" in capsys.readouterr().err
+    assert "no such checkpoint: got nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -353,3 +357,44 @@ def test_an_interrupt_ends_generation(folder, config):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors == "coreml-delegate: error: interrupted\n"
+
+
+def test_a_gguf_file_is_exported_with_its_tokenizer(tmp_path, capsys):
+    checkpoint, output = tmp_path / "llama.gguf", tmp_path / "model.pte"
+    model = tiny_model("llama", vocab_size=TOKENS, hidden_size=64, intermediate_size=64)
+    write_gguf(checkpoint, model, "Q4_0")
+    options = ["--precision", "float32", "--json"]
+    assert main(["export-llm", str(checkpoint), "-o", str(output), *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert json.loads(captured.out)["layout"]["get_eos_ids"] == [2]
+    assert leftovers(tmp_path) == {"llama.gguf", "model.pte", "model.tokenizer.json"}
+    tokens = Tokenizer.from_file(str(tmp_path / "model.tokenizer.json")).encode("He sees").ids
+    reference = transformers().AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=checkpoint.name, dtype=torch.float32
+    )
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0, -1]
+    capsys.readouterr()
+    atol, rtol = logits_bounds(expected)
+    for engine in ("openvino", "reference"):
+        actual = Generator.load(output, engine=engine).feed(tokens)
+        torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+    assert output.stat().st_size < 3 * sum(p.numel() for p in model.parameters())
+
+
+def test_the_form_for_the_neural_engine_says_what_becomes_of_quantized_weights(tmp_path, capsys):
+    checkpoint, output = tmp_path / "llama.gguf", tmp_path / "model.pte"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    write_gguf(checkpoint, tiny_model("llama", vocab_size=TOKENS, **sizes), "Q4_0")
+    command = ["export-llm", str(checkpoint), "-o", str(output), "--for", "neural-engine"]
+    assert main(command) == 0
+    assert "9 of 9 quantized weights are used in floating point" in capsys.readouterr().err
+
+
+def test_a_malformed_gguf_file_is_one_error(tmp_path, capsys):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGML")
+    assert main(["export-llm", str(path), "-o", str(tmp_path / "model.pte")]) == 1
+    assert "transformers cannot read" in capsys.readouterr().err
+    assert leftovers(tmp_path) == {"model.gguf"}

@@ -12,7 +12,14 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 from support.command import leftovers
 from support.text_only_models import tiny_text_only_model
-from support.vision_families import IMAGE, SIDE, configuration, logits_of, tiny_vision_model
+from support.vision_families import (
+    IMAGE,
+    SIDE,
+    configuration,
+    logits_of,
+    tiny_vision_model,
+    whole_text,
+)
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.llm.generator import Generator
@@ -83,6 +90,60 @@ def test_a_photo_and_a_text_give_the_tokens_of_transformers(program, checkpoint,
         assert token == int(logits_of(model, "smolvlm", tokens, given[0])[-1].argmax())
         tokens.append(token)
     assert len(document["tokens"]) == LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "described"),
+    [
+        ("gemma3", [], "56 x 56 pixels in 16 positions"),
+        ("qwen2_5_vl", ["--image-size", "56x84"], "56 x 84 pixels in 6 positions"),
+    ],
+)
+def test_images_that_the_language_model_has_to_know_of(
+    name, options, described, photo, tmp_path, capsys
+):
+    """With an image processor that gives the photo the size that the model was exported for."""
+    library, output = transformers(), tmp_path / "model.pte"
+    processor = {
+        "gemma3": library.Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE}),
+        "qwen2_5_vl": library.Qwen2VLImageProcessorPil(
+            size={"shortest_edge": SIDE**2, "longest_edge": 70**2}
+        ),
+    }[name]
+    model = tiny_vision_model(name, **BYTES)
+    model.save_pretrained(tmp_path / "checkpoint")
+    processor.save_pretrained(tmp_path / "checkpoint")
+    command = ["export-llm", str(tmp_path / "checkpoint"), "-o", str(output)]
+    assert main([*command, "--precision", "float32", "--context", "64", *options]) == 0
+    out = capsys.readouterr().out
+    assert described in out
+    assert "chunk       64 tokens a call" in out
+    limit = ["--max-new-tokens", LIMIT, "--json"]
+    assert generate(output, "a<image>b", "--image", photo, *limit) == 0
+    given = processor(images=Image.open(photo), return_tensors="pt")
+    given.pop("num_crops", None)
+    tokens = [97, IMAGE, 98]
+    for token in json.loads(capsys.readouterr().out)["tokens"]:
+        text = whole_text(name, tokens, positions=int(described.split()[-2]))
+        kinds = "token_type_ids" if name == "gemma3" else "mm_token_type_ids"
+        with torch.no_grad():
+            logits = model(input_ids=text, **given, **{kinds: (text == IMAGE).long()}).logits
+        assert token == int(logits[0, -1].argmax())
+        tokens.append(token)
+    assert len(tokens) == 3 + LIMIT
+
+
+def test_a_size_of_images_needs_images(folder, capsys):
+    path = folder / "mistral.json"
+    path.write_text(json.dumps(tiny_text_only_model("mistral3").config.to_dict()))
+    command = ["export-llm", "--random", str(path), "-o", str(folder / "none.pte")]
+    for options in (["--image-size", "56x56"], ["--image-size", "56x56", "--text-only"]):
+        assert main([*command, *options]) == 1
+        assert "the exported model takes no images: got --image-size" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--image-size", "56"])
+    assert "'56' is not a height and width such as 448x448" in capsys.readouterr().err
 
 
 @pytest.mark.slow

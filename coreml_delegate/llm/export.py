@@ -176,6 +176,31 @@ def export_methods(
         LoweringError: ``torch.export`` cannot capture the model.
         OptionError: The layout selects more tokens than the vocabulary has.
     """
+    _check_layout(decoder, layout, all_logits=all_logits)
+    read_weights(decoder)
+    exported: dict[str, ExportedProgram] = {}
+    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
+        input_modules = decoder.input_modules(layout.chunk)
+        for method, (module, example) in zip(layout.input_methods, input_modules, strict=True):
+            if method == TOKEN_EMBEDDING:
+                module = StandardEmbedding(module, layout.chunk)
+            exported[method] = _export(module, (example,), layout)
+        for adapter in (None, *adapters):
+            name = None if adapter is None else adapter.name
+            modules = _method_modules(decoder, layout, name, cache_dtype, all_logits=all_logits)
+            with attached(decoder, adapter):
+                for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
+                    exported[method] = _export(module, inputs, layout)
+    for program in exported.values():
+        sort_choices(program)
+        _drop_unread_numbers(program)
+        if layout.image is not None:
+            drop_unused_buffers(program)
+    return exported
+
+
+def _check_layout(decoder: Decoder, layout: Layout, *, all_logits: bool) -> None:
+    """Check that a model has methods of this layout; see ``export_methods``."""
     if layout.selection is not None:
         layout.selection.check(layout.vocabulary)
     if all_logits and (not layout.standard or isinstance(decoder, NeuralEngineDecoder)):
@@ -198,26 +223,6 @@ def export_methods(
             expected=f"at least {decoder.least_chunk}",
             remedy=f"Export with --prefill-chunk {decoder.least_chunk}",
         )
-    read_weights(decoder)
-    exported: dict[str, ExportedProgram] = {}
-    with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):
-        input_modules = decoder.input_modules(layout.chunk)
-        for method, (module, example) in zip(layout.input_methods, input_modules, strict=True):
-            if method == TOKEN_EMBEDDING:
-                module = StandardEmbedding(module, layout.chunk)
-            exported[method] = _export(module, (example,), layout)
-        for adapter in (None, *adapters):
-            name = None if adapter is None else adapter.name
-            modules = _method_modules(decoder, layout, name, cache_dtype, all_logits=all_logits)
-            with attached(decoder, adapter):
-                for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
-                    exported[method] = _export(module, inputs, layout)
-    for program in exported.values():
-        sort_choices(program)
-        _drop_unread_numbers(program)
-        if layout.image is not None:
-            drop_unused_buffers(program)
-    return exported
 
 
 def _export(module: nn.Module, inputs: tuple[torch.Tensor, ...], layout: Layout) -> ExportedProgram:

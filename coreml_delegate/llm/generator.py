@@ -207,8 +207,9 @@ class Generator:
         if not self.layout.rewindable:
             raise OptionError(
                 "tokens cannot be taken back from the context of the program",
-                got="a recurrent model, or a file of another exporter or an earlier version",
-                remedy="Export it again with export-llm; recurrent models have no such form",
+                got="a model with recurrences or rows of images that it counts, or a file of "
+                "another exporter or an earlier version",
+                remedy="Export it again, if it is an older file",
             )
 
     def save_context(self, path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.llm.source import Spectrogram
@@ -108,3 +109,27 @@ def checked_spectrogram(source: Sequence[int] | torch.Tensor, shape: Sequence[in
             remedy="Make it with llm.audio.spectrogram",
         )
     return source.float()
+
+
+def padded_samples(
+    source: Sequence[int] | torch.Tensor, shape: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs of an encoder of samples: [1, N], fp32, and the number of samples, [1].
+
+    Args:
+        source: Samples [n], from -1 to 1.
+        shape: ``Generator.source_shape``: 1 and N.
+
+    Raises:
+        InputError: There are no samples, or more than N.
+    """
+    samples = torch.as_tensor(source)
+    count = len(samples) if samples.dim() == 1 else 0
+    if not 0 < count <= shape[1] or not samples.is_floating_point():
+        raise InputError(
+            "the model takes the samples of a recording",
+            got=f"{samples.dtype} {list(samples.shape)}",
+            expected=f"1 to {shape[1]} samples [n] in floating point",
+            remedy="Cut it into pieces, or export with a larger --source-length",
+        )
+    return nn.functional.pad(samples.float(), (0, shape[1] - count))[None], torch.tensor([count])

@@ -14,7 +14,7 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError, ProgramError
-from coreml_delegate.llm.audio import checked_spectrogram
+from coreml_delegate.llm.audio import checked_spectrogram, padded_samples
 from coreml_delegate.llm.cached_decoder import CachedDecoder, shape_of
 from coreml_delegate.llm.candidates import Candidates
 from coreml_delegate.llm.images import refuse_images
@@ -74,7 +74,7 @@ class Generator:
     Attributes:
         prefill: Throughput of tokens fed in chunks.
         decode: Throughput of tokens fed one by one.
-        encoder: Throughput of source tokens, or of frames of spectrograms.
+        encoder: Throughput of source tokens, frames of spectrograms, or samples.
         speculation: Calls and proposals since ``speculate``.
         ending: Why the last generated text ended; None before the first.
 
@@ -135,7 +135,7 @@ class Generator:
 
     @property
     def source_shape(self) -> tuple[int, ...]:
-        """Shape of the encoder's input: tokens [1, N] or a spectrogram [1, bins, frames].
+        """Shape of the encoder's input: tokens or samples [1, N], a spectrogram [1, bins, frames].
 
         Raises:
             InputError: The model has no encoder.
@@ -263,20 +263,24 @@ class Generator:
         """Encode the source of an encoder-decoder model, and begin a new text.
 
         Args:
-            source: Tokens of a text, or a spectrogram [1, bins, frames] of fp32.
+            source: Tokens of a text; a spectrogram [1, bins, frames] of fp32; or samples [n].
 
         Raises:
             InputError: The model has no encoder, or the source does not fit it.
         """
-        takes_audio = self._require_source().kind is SourceKind.AUDIO
+        kind = self._require_source().kind
         shape = self.source_shape
         start = time.perf_counter()
-        if takes_audio:
+        if kind is SourceKind.AUDIO:
             inputs = [checked_spectrogram(source, shape)]
             count = shape[-1]
         else:
             count = len(source)
-            inputs = [self._pad_source(source, shape), torch.tensor([count])]
+            inputs = (
+                [self._pad_source(source, shape), torch.tensor([count])]
+                if kind is SourceKind.TOKENS
+                else [*padded_samples(source, shape)]
+            )
         results = self._decoder.run(self._encoder, inputs)
         self._decoder.source = [*results, *inputs[1:]]
         self.encoder.seconds += time.perf_counter() - start

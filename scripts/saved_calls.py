@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refused_options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the options that ExecuTorch's runner lacks; those in use have a true value."""
+    """Return the options that ExecuTorch's runner lacks; an option in use has a true value."""
     return {
         "--prompt-lookup": args.prompt_lookup,
         "--draft": args.draft,
@@ -107,9 +107,9 @@ class PromptFile:
 
     def resume(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return the tokens of the prompt that the context does not have yet."""
-        kept = self._generator.resume(tokens)
-        self.take(kept)
-        return tokens[kept:]
+        common = self._generator.resume(tokens)
+        self.take(common)
+        return tokens[common:]
 
     def take(self, count: int) -> None:
         """Set the number of tokens that were taken from the file."""
@@ -123,7 +123,7 @@ class PromptFile:
 
     @property
     def before_last(self) -> Callable[[], None] | None:
-        """What ``Generator.generate`` calls to write the context; None without a file."""
+        """Function that writes the context, for ``Generator.generate``; None without a file."""
         return None if self._path is None else self.save
 
 

@@ -78,7 +78,7 @@ def _add_grammars(parser: argparse.ArgumentParser) -> None:
 
 
 def refused_options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the options that ExecuTorch's runner lacks; those in use have a true value."""
+    """Return the options that ExecuTorch's runner lacks; an option in use has a true value."""
     return {
         "--top-k": args.top_k,
         "--top-p": args.top_p != 1,

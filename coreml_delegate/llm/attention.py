@@ -60,6 +60,7 @@ class Call:
             relative position biases; None if the model has no biases.
         visible_ends: Last position that each of the call's tokens sees, [L], if a token sees later
             ones; None if it sees none.
+        source_length: Number of samples of a recording without padding, [1]; None for others.
         features: Features [1, L, width] that layers add to their results, from the first layer on.
     """
 
@@ -67,6 +68,7 @@ class Call:
         self.attended = False
         self.visible_ends: torch.Tensor | None = None
         self.features: Sequence[torch.Tensor] = ()
+        self.source_length: torch.Tensor | None = None
         self.positions: tuple[torch.Tensor, torch.Tensor] | None = None
         self._parts: list[tuple[torch.Tensor, torch.Tensor, Sequence[Segment]]] = []
         self._stacked: list[tuple[torch.Tensor, int, torch.Tensor]] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from coreml_delegate.errors import InputError
 from coreml_delegate.llm.source import Spectrogram
@@ -91,3 +92,44 @@ def spectrogram(
     )
     features = extract(samples, sampling_rate=how.sampling_rate, max_length=most)
     return torch.as_tensor(features["input_features"], dtype=torch.float32)
+
+
+def checked_spectrogram(source: Sequence[int] | torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return the input of an encoder, fp32, after a check of its shape.
+
+    Raises:
+        InputError: It is no spectrogram, or has another shape.
+    """
+    got = tuple(source.shape) if isinstance(source, torch.Tensor) else f"{len(source)} tokens"
+    if not isinstance(source, torch.Tensor) or got != tuple(shape):
+        raise InputError(
+            "the model takes a spectrogram",
+            got=str(got),
+            expected=f"a tensor of shape {tuple(shape)}",
+            remedy="Make it with llm.audio.spectrogram",
+        )
+    return source.float()
+
+
+def padded_samples(
+    source: Sequence[int] | torch.Tensor, shape: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs of an encoder of samples: [1, N], fp32, and the number of samples, [1].
+
+    Args:
+        source: Samples [n], from -1 to 1.
+        shape: ``Generator.source_shape``: 1 and N.
+
+    Raises:
+        InputError: There are no samples, or more than N.
+    """
+    samples = torch.as_tensor(source)
+    count = len(samples) if samples.dim() == 1 else 0
+    if not 0 < count <= shape[1] or not samples.is_floating_point():
+        raise InputError(
+            "the model takes the samples of a recording",
+            got=f"{samples.dtype} {list(samples.shape)}",
+            expected=f"1 to {shape[1]} samples [n] in floating point",
+            remedy="Cut it into pieces, or export with a larger --source-length",
+        )
+    return nn.functional.pad(samples.float(), (0, shape[1] - count))[None], torch.tensor([count])

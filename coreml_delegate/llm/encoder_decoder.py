@@ -7,6 +7,7 @@ answer is generated.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,22 +32,33 @@ from coreml_delegate.llm.caches import (
     with_source,
 )
 from coreml_delegate.llm.decoder import require_equal, use_our_attention
-from coreml_delegate.llm.positions import tabulate_decoder_positions, tabulate_relative_biases
+from coreml_delegate.llm.positions import (
+    tabulate_decoder_positions,
+    tabulate_positions,
+    tabulate_relative_biases,
+)
+from coreml_delegate.llm.samples import Reach, over_samples, prepare_samples
 from coreml_delegate.llm.source import SourceKind
 from coreml_delegate.llm.stored_weights import StoredWeight
 from coreml_delegate.patches.third_party import transformers, wrap_errors
 
 _PROBE_TOKENS = 3  # of the text whose logits are compared
 _SPECIAL = 4  # number of first tokens that may be padding or an end
+_POSITIONS = "decoder_position_ids"  # parameter of models with rotary positions
+_HEAD_PADDING = "head_dim_padding"
 _FRAMES_PER_POSITION = 2  # frames of a spectrogram that become one position of an encoder
-_INPUTS = {"input_ids": SourceKind.TOKENS, "input_features": SourceKind.AUDIO}
+_INPUTS = {
+    "input_ids": SourceKind.TOKENS,
+    "input_features": SourceKind.AUDIO,
+    "input_values": SourceKind.SAMPLES,
+}
 
 
 def source_kind(name: str) -> SourceKind:
     """Return the kind of an encoder's source, by the name of its input in ``transformers``.
 
     Raises:
-        LoweringError: The input is neither tokens nor a spectrogram.
+        LoweringError: The input is something else.
     """
     if name not in _INPUTS:
         raise LoweringError(
@@ -76,11 +88,12 @@ class EncoderDecoder(nn.Module):
     Args:
         model: A sequence-to-sequence model of ``transformers`` in fp32 and eval mode; changed.
         context: Number of tokens of the longest answer, its start tokens included.
-        source: Number of tokens of the longest source text; None for a model that takes
-            spectrograms, whose number of frames is in the configuration.
+        source: Number of tokens of the longest source text, or of samples of the longest recording;
+            None for a model that takes spectrograms, whose number of frames is in the
+            configuration.
 
     Attributes:
-        source: Number of tokens or frames.
+        source: Number of tokens, samples or frames.
         layers: Shapes of the self-attention cache of each decoder layer.
         cross: Shapes of the cross-attention cache of each decoder layer.
 
@@ -105,6 +118,8 @@ class EncoderDecoder(nn.Module):
         with torch.no_grad(), wrap_errors(self._refusal, kind=LoweringError):
             trials = [self._run_trial(source) for source in self._sources()]
         self.layers, self.cross, self._encoded = _cache_shapes(trials[0].outputs)
+        self._accepted = inspect.signature(model.forward).parameters
+        self._reach: Reach | None = None
         self._prepare()
         with torch.no_grad(), wrap_errors(self._refusal, kind=LoweringError):
             for trial in trials:
@@ -141,7 +156,7 @@ class EncoderDecoder(nn.Module):
         return self._encoded[1]
 
     def example(self) -> tuple[torch.Tensor, ...]:
-        """Return example inputs of ``encode``: a source, and for tokens their number."""
+        """Return example inputs of ``encode``: a source, and its length if it has padding."""
         if self.kind is SourceKind.AUDIO:
             return (self._sources()[0],)
         return (self._sources()[0], torch.tensor([self.source]))
@@ -152,15 +167,16 @@ class EncoderDecoder(nn.Module):
         """Return the keys and values of the source, layer by layer, each [1, heads, N, width].
 
         Args:
-            source: Tokens [1, N], integers, or a spectrogram [1, bins, frames].
-            length: Number of tokens without padding, [1]; None for a spectrogram.
+            source: Tokens [1, n], integers, samples [1, n], or a spectrogram [1, bins, frames].
+            length: Number of tokens or samples without padding, [1]; None for a spectrogram.
         """
         call, cache = Call(), empty_caches(len(self.layers))
         call.positions = (torch.arange(1), torch.arange(1))
+        call.source_length = length
         with active_call(call, self.model):
             self.model(
                 **{self.model.main_input_name: source},
-                **self._source_mask(length),
+                **self._encoder_mask(length),
                 decoder_input_ids=torch.zeros(1, 1, dtype=torch.long),
                 cache=cache,
                 use_cache=True,
@@ -249,27 +265,49 @@ class EncoderDecoder(nn.Module):
         call.positions = (position + torch.arange(count), columns)
         # A placeholder: the caches have the keys and values of the encoder's result.
         encoded = torch.zeros(self._encoded)
+        outputs = transformers().modeling_outputs.BaseModelOutput(last_hidden_state=encoded)
+        mask = self._source_mask(length)
+        options: dict[str, Any] = {}
+        if self.kind is SourceKind.TOKENS:
+            options["attention_mask"] = mask
+        else:
+            outputs.attention_mask = mask  # where Moonshine's decoder reads it
+        if _POSITIONS in self._accepted:
+            positions = position + torch.arange(count)
+            # Padding after the end of the context has no position of its own.
+            options[_POSITIONS] = positions.clamp(max=self.context - 1)[None]
         with active_call(call, self.model):
             return self.model(
-                encoder_outputs=(encoded,),
-                **self._source_mask(length),
+                encoder_outputs=outputs,
                 decoder_input_ids=tokens,
                 cache=caches,
                 use_cache=True,
+                **options,
             ).logits
 
-    def _source_mask(self, length: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def _source_mask(self, length: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the mask [1, 1, 1, positions] of a source's padding; None without padding."""
         if length is None:
+            return None
+        count = length if self._reach is None else self._reach.count(length)
+        visible = torch.arange(self.positions) < count
+        return torch.where(visible, 0.0, MASKED)[None, None, None]
+
+    def _encoder_mask(self, length: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        mask = self._source_mask(length)
+        if mask is None:
             return {}
-        visible = torch.arange(self.source) < length
-        return {"attention_mask": torch.where(visible, 0.0, MASKED)[None, None, None]}
+        return {"attention_mask": mask if self._reach is None else over_samples(mask, self._reach)}
 
     def _sources(self) -> list[torch.Tensor]:
-        """Return sources for trials: the longest, and for texts also half of it."""
+        """Return sources for trials: the longest, and if it may be shorter, half of it."""
+        random = torch.Generator().manual_seed(0)
         if self.kind is SourceKind.AUDIO:
-            random = torch.Generator().manual_seed(0)
             bins = self.model.config.num_mel_bins
             return [torch.randn(1, bins, self.source, generator=random)]
+        if self.kind is SourceKind.SAMPLES:
+            samples = 0.1 * torch.randn(1, self.source, generator=random)
+            return [samples, samples[:, : self.source // 2]]
         text = _probe_tokens(self.source, self.model.config.vocab_size)
         return [text, text[:, : self.source // 2]]
 
@@ -285,6 +323,12 @@ class EncoderDecoder(nn.Module):
 
     def _prepare(self) -> None:
         model = self.model
+        if self.kind is SourceKind.SAMPLES:
+            self._reach = prepare_samples(model.get_encoder())
+        for module in model.modules():
+            if hasattr(module, _HEAD_PADDING):  # for kernels of other processors
+                setattr(module, _HEAD_PADDING, 0)
+        tabulate_positions(model, max(self.context, self.positions))
         tabulate_relative_biases(model, context=self.context, source=self.positions)
         with wrap_errors(f"{type(model).__name__} has no {self.context} positions"):
             tabulate_decoder_positions(model, self.context)
@@ -296,9 +340,9 @@ class EncoderDecoder(nn.Module):
         """Compare the logits of a text in two calls with the unchanged model's."""
         inputs: list[torch.Tensor] = [trial.source]
         length = None
-        if self.kind is SourceKind.TOKENS:
+        if self.kind is not SourceKind.AUDIO:
             length = torch.tensor([trial.source.shape[1]])
-            padding = torch.zeros(1, self.source - trial.source.shape[1], dtype=torch.long)
+            padding = trial.source.new_zeros(1, self.source - trial.source.shape[1])
             inputs = [torch.cat((trial.source, padding), dim=1), length]
         cross = self.encode(*inputs)
         expected = trial.outputs.logits

@@ -26,6 +26,7 @@ _SUPPRESSED = {"suppressed": "suppress_tokens", "first_suppressed": "begin_suppr
 _ANSWER = ("max_target_positions", "max_position_embeddings")
 _SOURCE = ("max_position_embeddings",)
 _UNLIMITED = 512
+_SECONDS = 30  # of the longest recording
 _LARGEST = {"context": 2048, "source length": 1024}
 _OPTIONS = {"context": "--context", "source length": "--source-length"}
 
@@ -49,14 +50,20 @@ def load_encoder_decoder(
         seed: Seed of random weights.
         context: Tokens of the longest answer; None for the model's own, at most 2048.
         source_length: Tokens of the longest source text; None for the model's own, at most 1024.
+            Or samples of the longest recording; None for 30 seconds.
 
     Raises:
         OptionError: A size does not fit the model, or see ``load_decoder``.
         LoweringError: See ``EncoderDecoder``.
     """
     context = _checked_size(config, "context", context, _ANSWER)
-    length = _checked_size(config, "source length", source_length, _SOURCE)
-    takes_audio = source_kind(main_input(config)) is SourceKind.AUDIO
+    kind = source_kind(main_input(config))
+    takes_audio = kind is SourceKind.AUDIO
+    length = (
+        source_length or _SECONDS * _read_spectrogram(folder).sampling_rate
+        if kind is SourceKind.SAMPLES
+        else _checked_size(config, "source length", source_length, _SOURCE)
+    )
     if takes_audio and source_length is not None:
         raise OptionError(
             "the model takes spectrograms, whose length its configuration says",
@@ -126,6 +133,11 @@ def _read_tokens(options: Mapping[str, Any], name: str) -> tuple[int, ...]:
 def _read_spectrogram(folder: Path | None) -> Spectrogram:
     path = None if folder is None else folder / _PREPROCESSOR
     values = read_json(path) if path is not None and path.is_file() else {}
+    if values.get("do_normalize") and "feature_size" in values and values["feature_size"] == 1:
+        raise OptionError(
+            "recordings that are normalized before the encoder are not supported",
+            got=f"do_normalize in {path}",
+        )
     sizes = {
         field.name: values.get(_SIZES[field.name], field.default) for field in fields(Spectrogram)
     }

@@ -14,6 +14,7 @@ import torch
 
 from coreml_delegate import runtime
 from coreml_delegate.errors import InputError, OptionError, ProgramError
+from coreml_delegate.llm.audio import checked_spectrogram, padded_samples
 from coreml_delegate.llm.cached_decoder import CachedDecoder, shape_of
 from coreml_delegate.llm.candidates import Candidates
 from coreml_delegate.llm.images import refuse_images
@@ -21,9 +22,10 @@ from coreml_delegate.llm.layout import Layout
 from coreml_delegate.llm.prompt_cache import PromptCache
 from coreml_delegate.llm.sampling import Sampler
 from coreml_delegate.llm.source import Source, SourceKind
-from coreml_delegate.llm.speculation import Proposer, Speculation, not_rewindable
 
 Choose = Callable[[torch.Tensor], int]
+Propose = Callable[[Sequence[int], int], Sequence[int]]
+"""Returns tokens that may follow a text: at most the given number."""
 Advance = Callable[[Sequence[int], Sequence[torch.Tensor] | None], int]
 
 
@@ -48,6 +50,20 @@ class Throughput:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass(slots=True)
+class Speculation:
+    """Calls of the model for tokens after the first, and proposals in them."""
+
+    calls: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_call(self) -> float:
+        """Tokens that a call gives on average; 0 before the first."""
+        return (self.calls + self.accepted) / self.calls if self.calls else 0.0
+
+
 class Generator:
     """A loaded language model, its caches and its position.
 
@@ -58,7 +74,7 @@ class Generator:
     Attributes:
         prefill: Throughput of tokens fed in chunks.
         decode: Throughput of tokens fed one by one.
-        encoder: Throughput of source tokens, or of frames of spectrograms.
+        encoder: Throughput of source tokens, frames of spectrograms, or samples.
         speculation: Calls and proposals since ``speculate``.
         ending: Why the last generated text ended; None before the first.
 
@@ -82,7 +98,7 @@ class Generator:
             self.layout = replace(self.layout, vocabulary=shape_of(logits)[-1])
         self._decoder = CachedDecoder(program, self.layout, self._methods)
         self._tokens: list[int] = []  # of the context
-        self._proposer: Proposer | None = None
+        self._propose: Propose | None = None
         self.speculation = Speculation()
         self.prefill, self.decode, self.encoder = Throughput(), Throughput(), Throughput()
         self.ending: Ending | None = None
@@ -119,7 +135,7 @@ class Generator:
 
     @property
     def source_shape(self) -> tuple[int, ...]:
-        """Shape of the encoder's input: tokens [1, N] or a spectrogram [1, bins, frames].
+        """Shape of the encoder's input: tokens or samples [1, N], a spectrogram [1, bins, frames].
 
         Raises:
             InputError: The model has no encoder.
@@ -152,36 +168,49 @@ class Generator:
             longer than ``Layout.rewindable`` or have images, that is all tokens or none.
         """
         pairs = zip(self._tokens, tokens[:-1], strict=False)
-        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        surplus = len(self._tokens) - kept
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        surplus = len(self._tokens) - common
         is_rewindable = self.position <= self.layout.rewindable and self._has_text_only
         if surplus and not is_rewindable:
             self.reset()
             return 0
         self._take_back(surplus)
-        return kept
+        return common
 
-    def speculate(self, proposer: Proposer | None) -> None:
+    def speculate(self, propose: Propose | None) -> None:
         """Let ``generate`` verify proposed tokens, several in one call.
 
         Args:
-            proposer: Proposes them, such as ``PromptLookup`` or ``Draft``; None to stop it.
+            propose: Such as ``PromptLookup`` or ``Draft``; None for no proposals.
 
         Raises:
             OptionError: The program does not return the logits of all tokens of a call, or no token
-                can be taken back from its context; or a draft model has other tokens.
+                can be taken back from its context.
         """
-        if proposer is not None:
+        if propose is not None:
             if not self._decoder.returns_all:
                 raise OptionError(
                     "the program returns the logits of one token only, so no proposal can be "
                     "verified",
                     remedy="Export it with --logits all",
                 )
-            if not self.layout.rewindable:
-                raise not_rewindable("the program")
-        self._proposer = proposer
+            self.require_rewindable()
+        self._propose = propose
         self.speculation = Speculation()
+
+    def require_rewindable(self) -> None:
+        """Check that tokens can be taken back from the context.
+
+        Raises:
+            OptionError: They cannot.
+        """
+        if not self.layout.rewindable:
+            raise OptionError(
+                "tokens cannot be taken back from the context of the program",
+                got="a model with recurrences or rows of images that it counts, or a file of "
+                "another exporter or an earlier version",
+                remedy="Export it again, if it is an older file",
+            )
 
     def save_context(self, path: Path) -> None:
         """Write the caches and tokens of the context to a file, in place of a file of that name.
@@ -197,7 +226,7 @@ class Generator:
         PromptCache(self._program.program.digest(), self._adapter, tokens, caches).write(path)
 
     def load_context(self, path: Path) -> bool:
-        """Replace the context by that of a file.
+        """Replace the context by the context in a file.
 
         Returns:
             Whether the file is of this program and adapter; otherwise the context is as before.
@@ -234,20 +263,24 @@ class Generator:
         """Encode the source of an encoder-decoder model, and begin a new text.
 
         Args:
-            source: Tokens of a text, or a spectrogram [1, bins, frames] of fp32.
+            source: Tokens of a text; a spectrogram [1, bins, frames] of fp32; or samples [n].
 
         Raises:
             InputError: The model has no encoder, or the source does not fit it.
         """
-        takes_audio = self._require_source().kind is SourceKind.AUDIO
+        kind = self._require_source().kind
         shape = self.source_shape
         start = time.perf_counter()
-        if takes_audio:
-            inputs = [_checked_spectrogram(source, shape)]
+        if kind is SourceKind.AUDIO:
+            inputs = [checked_spectrogram(source, shape)]
             count = shape[-1]
         else:
             count = len(source)
-            inputs = [self._pad_source(source, shape), torch.tensor([count])]
+            inputs = (
+                [self._pad_source(source, shape), torch.tensor([count])]
+                if kind is SourceKind.TOKENS
+                else [*padded_samples(source, shape)]
+            )
         results = self._decoder.run(self._encoder, inputs)
         self._decoder.source = [*results, *inputs[1:]]
         self.encoder.seconds += time.perf_counter() - start
@@ -397,12 +430,12 @@ class Generator:
 
     def _propose_after(self, token: int, most: int) -> list[int]:
         """Return at most ``most`` proposals for the tokens after ``token``."""
-        if self._proposer is None:
+        if self._propose is None:
             return []
         most = min(most, self._decoder.verifiable)
-        proposals = self._proposer([*self._tokens, token], most) if most > 0 else ()
-        known = itertools.takewhile(lambda other: other < self.layout.vocabulary, proposals)
-        listed = list(known)[:most]
+        proposals = self._propose([*self._tokens, token], most) if most > 0 else ()
+        valid = itertools.takewhile(lambda other: other < self.layout.vocabulary, proposals)
+        listed = list(valid)[:most]
         self.speculation.calls += 1
         self.speculation.proposed += len(listed)
         return listed
@@ -559,17 +592,3 @@ class Generator:
                 expected=f"at most {self.room} more",
                 remedy="Shorten the prompt or the answer, or export with a larger --context",
             )
-
-
-def _checked_spectrogram(
-    source: Sequence[int] | torch.Tensor, shape: Sequence[int]
-) -> torch.Tensor:
-    got = tuple(source.shape) if isinstance(source, torch.Tensor) else f"{len(source)} tokens"
-    if not isinstance(source, torch.Tensor) or got != tuple(shape):
-        raise InputError(
-            "the model takes a spectrogram",
-            got=str(got),
-            expected=f"a tensor of shape {tuple(shape)}",
-            remedy="Make it with llm.audio.spectrogram",
-        )
-    return source.float()

@@ -121,8 +121,8 @@ class Layout:
             )
         if self.standard and self.source is not None and self.source.kind is not SourceKind.AUDIO:
             raise OptionError(
-                "ExecuTorch's runner of models with an encoder takes recordings",
-                got="a model that takes texts in the layout standard",
+                "ExecuTorch's runner of models with an encoder takes spectrograms of recordings",
+                got=f"a model that takes {self.source.kind.value} in the layout standard",
                 remedy="Choose --layout methods",
             )
         if self.standard and self.selection is not None:

@@ -11,10 +11,11 @@ import torch
 
 
 class SourceKind(enum.Enum):
-    """Kind of the encoder's input: a text, or the spectrogram of a recording."""
+    """Kind of the encoder's input: a text, or the spectrogram or the samples of a recording."""
 
     TOKENS = "tokens"
     AUDIO = "audio"
+    SAMPLES = "samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Source:
     """The constants that only an encoder-decoder model has.
 
     Attributes:
-        length: Tokens of the longest source text, or frames of a spectrogram.
+        length: Tokens of the longest source text, frames of a spectrogram, or samples of the
+            longest recording.
         start: Tokens at the start of every answer.
         suppressed: Tokens that are never generated.
         first_suppressed: Tokens that are not generated as the first token.
@@ -50,6 +52,11 @@ class Source:
     suppressed: tuple[int, ...] = ()
     first_suppressed: tuple[int, ...] = ()
     spectrogram: Spectrogram = Spectrogram()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the source is a recording."""
+        return self.kind is not SourceKind.TOKENS
 
     def suppress(self, logits: torch.Tensor, *, first: bool) -> torch.Tensor:
         """Return logits [V] with -inf for suppressed tokens.

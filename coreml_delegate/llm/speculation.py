@@ -13,35 +13,9 @@ sampling of the paper.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 from coreml_delegate.errors import OptionError
-
-if TYPE_CHECKING:
-    from coreml_delegate.llm.generator import Generator
-
-
-class Proposer(Protocol):
-    """Proposes the tokens that follow a text."""
-
-    def __call__(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Return at most ``most`` tokens that may follow ``tokens``."""
-        ...
-
-
-@dataclass(slots=True)
-class Speculation:
-    """Calls of the model for tokens after the first, and proposals in them."""
-
-    calls: int = 0
-    proposed: int = 0
-    accepted: int = 0
-
-    @property
-    def tokens_per_call(self) -> float:
-        """Tokens that a call gives on average; 0 before the first."""
-        return (self.calls + self.accepted) / self.calls if self.calls else 0.0
+from coreml_delegate.llm.generator import Generator
 
 
 class PromptLookup:
@@ -57,7 +31,7 @@ class PromptLookup:
         self._longest = longest
 
     def __call__(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """See ``Proposer``; of several places the latest."""
+        """Return at most ``most`` proposals; of several places the latest counts."""
         text = list(tokens)
         for size in range(min(self._longest, len(text) - 1), 0, -1):
             ending = text[-size:]
@@ -85,13 +59,12 @@ class Draft:
             raise OptionError("most is out of range", got=str(most), expected="1 or more")
         if layout.image is not None or layout.source is not None:
             raise OptionError("a draft model takes text only")
-        if not layout.rewindable:
-            raise not_rewindable("the draft model")
+        generator.require_rewindable()
         self.generator = generator
         self._most = most
 
     def __call__(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """See ``Proposer``."""
+        """Return at most ``most`` proposals for the tokens after ``tokens``."""
         generator = self.generator
         new = tokens[generator.resume(tokens) :]
         proposals: list[int] = []
@@ -102,13 +75,3 @@ class Draft:
             proposals.append(token)
             new = [token]
         return proposals
-
-
-def not_rewindable(what: str) -> OptionError:
-    """Return the error that tokens cannot be taken back from the context of ``what``."""
-    return OptionError(
-        f"{what} cannot take tokens back from its context",
-        got="a program with recurrences, with windows in buffers, or of another version",
-        remedy="Export it again, with --cache state if it has sliding windows; recurrent models "
-        "have no such form",
-    )

@@ -71,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--source-length",
         "N",
         "tokens of the longest source text, of an encoder-decoder model that takes texts "
-        "(default: the model's own maximum, at most 1024; 512 if it has none)",
+        "(default: the model's own maximum, at most 1024; 512 if it has none); samples of the "
+        "longest recording, of Moonshine (default: those of 30 seconds)",
     )
     parser.add_argument(
         "--text-only",
@@ -104,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=LAYOUTS,
         help="methods of the file: those that ExecuTorch's runners call (standard, the "
         "default), or several with further inputs (methods, the default of models that read "
-        "images or encode texts, with --sample-in-model and with --cache io)",
+        "images, or encode texts or samples, with --sample-in-model and with --cache io)",
     )
     parser.add_argument(
         "--cache",
@@ -371,15 +372,15 @@ def _encoder_decoder(
 
     if args.logits == "all":
         raise _last_logits_only("a model with an encoder")
-    takes_text = source_kind(main_input(config)) is SourceKind.TOKENS
-    standard, cache = _form(args, needs_methods=takes_text)
+    takes_spectrogram = source_kind(main_input(config)) is SourceKind.AUDIO
+    standard, cache = _form(args, needs_methods=not takes_spectrogram)
     if not standard and cache != CacheKind.IO.value:
         raise OptionError(
             "an encoder-decoder model has several methods, which share no state on a device",
             got=f"--cache {cache}",
             expected=f"--cache {CacheKind.IO.value}",
         )
-    if standard and not takes_text and args.prefill_chunk not in (None, 1):
+    if standard and takes_spectrogram and args.prefill_chunk not in (None, 1):
         raise OptionError(
             "ExecuTorch's runner passes the tokens of a transcription one by one",
             got=f"--prefill-chunk {args.prefill_chunk}",
@@ -553,7 +554,7 @@ def _source_rows(layout: Layout) -> list[tuple[str, str]]:
     source = layout.source
     if source is None:
         return []
-    units = {"tokens": "tokens", "audio": "frames of audio"}
+    units = {"tokens": "tokens", "audio": "frames of audio", "samples": "samples of audio"}
     return [("source", f"{source.length:,} {units[source.kind.value]}")]
 
 

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> Generator:
-    """Load the program, and the draft model, if there is one."""
+    """Load the program and the draft model."""
     generator = _load_program(args, args.program, args.adapter)
     saved_calls.speculate(args, generator, lambda path: _load_program(args, path, None))
     return generator
@@ -289,18 +289,24 @@ def _first_tokens(
     args: argparse.Namespace, generator: Generator, tokenizer: Tokenizer
 ) -> list[int]:
     """Encode the model's source, if it takes one; return the first tokens of the text."""
+    import torch
+
     from coreml_delegate.llm.audio import read_wav, spectrogram
     from coreml_delegate.llm.source import SourceKind
 
     source = generator.layout.source
-    takes_audio = source is not None and source.kind is SourceKind.AUDIO
+    takes_audio = source is not None and source.is_recording
     _check_source(args, takes_audio=takes_audio, answers=source is not None)
     if source is None:
         return tokenizer.encode(args.prompt)
     if takes_audio:
         settings = source.spectrogram
         samples = read_wav(args.audio, settings.sampling_rate)
-        generator.encode(spectrogram(samples, generator.source_shape, settings))
+        generator.encode(
+            spectrogram(samples, generator.source_shape, settings)
+            if source.kind is SourceKind.AUDIO
+            else torch.from_numpy(samples)
+        )
     else:
         generator.encode(tokenizer.encode(args.prompt))
     return [*source.start, *args.prompt_tokens]
@@ -377,8 +383,8 @@ def _speed_data(speeds: Mapping[str, Throughput]) -> dict[str, Any]:
 def _note_speeds(generator: Generator) -> None:
     source = generator.layout.source
     for name, speed in _speeds(generator).items():
-        is_audio = name == "encode" and source is not None and source.kind.value == "audio"
-        _note_speed(name, speed, "frames" if is_audio else "tokens")
+        kind = "tokens" if name != "encode" or source is None else source.kind.value
+        _note_speed(name, speed, "frames" if kind == "audio" else kind)
 
 
 def _note_speed(name: str, speed: Throughput, unit: str) -> None:

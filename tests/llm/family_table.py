@@ -34,7 +34,7 @@ def encoder_decoder_rows() -> Iterator[str]:
     yield "| `model_type` | models | source | with |"
     yield "|---|---|---|---|"
     for family in encoder_decoders.FAMILIES.values():
-        source = "recording" if family.audio else "text"
+        source = "recording" if family.audio or family.samples else "text"
         yield f"| `{family.model_type}` | {family.models} | {source} | {family.has} |"
     yield ""
     yield "| refused | because of |"

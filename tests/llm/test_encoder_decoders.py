@@ -56,7 +56,7 @@ def model(name: str) -> Any:
 
 
 def prepared(name: str, *, module: Any = None) -> EncoderDecoder:
-    source = None if FAMILIES[name].audio else SOURCE
+    source = None if FAMILIES[name].audio else FAMILIES[name].samples or SOURCE
     module = model(name) if module is None else module
     return EncoderDecoder(module, context=CONTEXT, source=source)
 
@@ -96,8 +96,8 @@ def program(name: str) -> bytes:
 
 
 def given(name: str) -> Sequence[int] | torch.Tensor:
-    source = tiny_source(name)
-    return source if FAMILIES[name].audio else source[0].tolist()
+    source, family = tiny_source(name), FAMILIES[name]
+    return source if family.audio else source[0] if family.samples else source[0].tolist()
 
 
 def logits_of(generator: Generator, name: str, tokens: list[int]) -> torch.Tensor:
@@ -130,7 +130,9 @@ def test_engines_and_hosts_agree(name, engine, host):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["whisper", "t5", "t5, gated", "umt5", "bart", "m2m_100"])
+@pytest.mark.parametrize(
+    "name", ["whisper", "moonshine", "t5", "t5, gated", "umt5", "bart", "m2m_100"]
+)
 def test_fp16_stays_close(name):
     """On the engine that computes in fp16, and on the one that has fp16 weights alone."""
     tokens, logits = expected(name)
@@ -182,7 +184,7 @@ def test_quantized_weights_are_those_of_torchao(name, linear):
     with torch.no_grad():
         if length:
             known = tiny_source(name)
-            source = torch.cat((known, source[:, : SOURCE - known.shape[1]]), dim=1)
+            source = torch.cat((known, source[:, : made.source - known.shape[1]]), dim=1)
             length = [torch.tensor([known.shape[1]])]
         else:
             source = tiny_source(name)
@@ -271,7 +273,7 @@ def test_a_recognizer_generates_as_the_other_layout():
 
 def test_a_model_of_texts_is_not_for_executorchs_runner():
     source = Source(SourceKind.TOKENS, SOURCE, (3,))
-    with pytest.raises(OptionError, match="takes recordings"):
+    with pytest.raises(OptionError, match="takes spectrograms of recordings"):
         Layout(256, CONTEXT, 1, CacheKind.BUFFER, source=source, standard=True)
 
 
@@ -351,7 +353,7 @@ def test_every_family_computes_the_same_when_it_is_ready(name):
     given, length = [source], None
     if not FAMILIES[name].audio:
         length = torch.tensor([source.shape[1]])
-        given = [torch.nn.functional.pad(source, (0, SOURCE - source.shape[1])), length]
+        given = [torch.nn.functional.pad(source, (0, made.source - source.shape[1])), length]
     caches = [rows for layer in made.layers for rows in layer.empty(CONTEXT, 0).values()]
     tokens, last = torch.tensor([PROMPT]), torch.tensor([len(PROMPT) - 1])
     with torch.no_grad():

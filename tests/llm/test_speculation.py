@@ -193,9 +193,9 @@ def test_programs_that_cannot_verify_are_refused():
         Generator.load(lowered("llama", CacheKind.STATE)).speculate(PromptLookup())
     recurrent = load("llama", CacheKind.STATE)
     recurrent.layout = replace(recurrent.layout, rewindable=0)
-    with pytest.raises(OptionError, match="the program cannot take tokens back from its context"):
+    with pytest.raises(OptionError, match="tokens cannot be taken back from the context"):
         recurrent.speculate(PromptLookup())
-    with pytest.raises(OptionError, match="the draft model cannot take tokens back"):
+    with pytest.raises(OptionError, match="tokens cannot be taken back from the context"):
         Draft(recurrent)
     with pytest.raises(OptionError, match="most is out of range: got 0"):
         Draft(load("llama", CacheKind.STATE), most=0)

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.xdist_group("encoder_decoders")
 BYTES = {"vocab_size": 256, "eos_token_id": None, "bos_token_id": None}
 WHISPER = {**FAMILIES["whisper"].config, **BYTES, "model_type": "whisper"}
 T5 = {**FAMILIES["t5"].config, **BYTES, "model_type": "t5"}
+MOONSHINE = {**FAMILIES["moonshine"].config, **BYTES, "model_type": "moonshine"}
 QUICK = ["--precision", "float32", "--context", "24"]
 
 
@@ -84,6 +85,34 @@ def test_a_recording_is_transcribed(whisper, folder, capsys):
     )
     assert document["tokens"] == theirs[0, 3:].tolist()
     assert document["tokens"][0] != 7
+
+
+@pytest.mark.slow
+def test_samples_are_transcribed(folder, capsys):
+    """A recording that is shorter than the program's, as transformers transcribes it."""
+    checkpoint, program = folder / "moonshine", folder / "moonshine.pte"
+    model = tiny_model("moonshine", {**FAMILIES["moonshine"].config, **BYTES})
+    model.save_pretrained(checkpoint)
+    extract = transformers().Wav2Vec2FeatureExtractor(do_normalize=False)
+    extract.save_pretrained(checkpoint)
+    assert export([str(checkpoint)], program, *QUICK, "--source-length", "8000") == 0
+    assert "8,000 samples of audio" in capsys.readouterr().out
+    recording = write(folder / "b.wav", noise(RATE // 4))
+    options = ["--max-new-tokens", "16", "--json"]
+    assert main(["generate", str(program), "--audio", str(recording), *options]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["encode"]["tokens"] == RATE // 4
+    samples = (noise(RATE // 4) / 2**15).astype(np.float32)
+    inputs = extract(samples, sampling_rate=RATE, return_tensors="pt")["input_values"]
+    theirs = model.generate(inputs, max_new_tokens=16, do_sample=False)
+    assert document["tokens"] == theirs[0, 1:].tolist()
+    capsys.readouterr()
+    assert main(["generate", str(program), "--audio", str(recording), "--max-new-tokens", "2"]) == 0
+    assert "encode: 4000 samples in" in capsys.readouterr().err
+    extract.do_normalize = True
+    extract.save_pretrained(checkpoint)
+    assert export([str(checkpoint)], folder / "refused.pte", *QUICK) == 1
+    assert "normalized before the encoder are not supported" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -163,7 +192,8 @@ def test_a_prompt_and_a_recording_exclude_each_other(given, capsys):
         (T5, ["--quantize", "int4", "--group-size", "5"], "groups of weights do not divide"),
         ({**T5, "decoder_start_token_id": None}, [], "does not say which token begins an answer"),
         ({**WHISPER, "model_type": "llama"}, ["--source-length", "9"], "the model has no encoder"),
-        ({"model_type": "moonshine"}, [], "takes a source that is not supported: got input_values"),
+        (MOONSHINE, ["--layout", "standard"], "takes spectrograms of recordings: got a model that"),
+        (MOONSHINE, ["--logits", "all"], "a model with an encoder returns the logits of the last"),
     ],
 )
 def test_invalid_export_options_are_refused(config, options, message, tmp_path, capsys):

@@ -54,6 +54,17 @@ _WHISPER = {
     "num_mel_bins": 16,
     "begin_suppress_tokens": None,
 }
+_MOONSHINE = {
+    **{name: value for name, value in _TOKENS.items() if name != "d_model"},
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "encoder_num_hidden_layers": 3,
+    "decoder_num_hidden_layers": 2,
+    "encoder_num_attention_heads": 4,
+    "decoder_num_attention_heads": 4,
+    "pad_head_dim_to_multiple_of": 16,
+    "max_position_embeddings": CONTEXT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,8 @@ class Family:
         models: Models of the architecture.
         has: Its peculiarities.
         config: Keys of a tiny configuration.
-        audio: Whether its source is a recording.
+        audio: Whether its source is a spectrogram.
+        samples: Number of samples of its longest source; 0 if it takes no samples.
         quick: Whether ``make test`` runs it.
     """
 
@@ -74,6 +86,7 @@ class Family:
     has: str
     config: Mapping[str, Any]
     audio: bool = False
+    samples: int = 0
     quick: bool = False
 
 
@@ -84,6 +97,13 @@ FAMILIES: Mapping[str, Family] = {
         "a spectrogram, convolutions, learnt positions",
         _WHISPER,
         audio=True,
+    ),
+    "moonshine": Family(
+        "moonshine",
+        "Moonshine",
+        "samples, convolutions, rotary positions",
+        _MOONSHINE,
+        samples=4500,
     ),
     "t5": Family("t5", "T5", "biases by distance, a head that is scaled", _T5, quick=True),
     "t5, gated": Family("t5", "T5 1.1, Flan-T5", "gated layers", _GATED),
@@ -102,11 +122,6 @@ FAMILIES: Mapping[str, Family] = {
 
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
     "mvp": (_BART, "does not compute with caches", "its module has its own attention"),
-    "moonshine": (
-        {**_TOKENS, "hidden_size": 32, "intermediate_size": 48},
-        "takes a source that is not supported: got input_values",
-        "samples, where Whisper takes a spectrogram",
-    ),
     "switch_transformers": (
         {**_T5, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
         "mixtures of experts",
@@ -130,9 +145,11 @@ def tiny_model(model_type: str, config: Mapping[str, Any]) -> Any:
 
 
 def tiny_source(name: str) -> torch.Tensor:
-    """A spectrogram, or tokens of a text shorter than the encoder's length."""
+    """A spectrogram, or samples or tokens that are fewer than the encoder takes."""
     family, random = FAMILIES[name], torch.Generator().manual_seed(1)
     if family.audio:
         frames = 2 * family.config["max_source_positions"]
         return torch.randn(1, family.config["num_mel_bins"], frames, generator=random)
+    if family.samples:
+        return 0.2 * torch.randn(1, family.samples - 1300, generator=random)
     return torch.randint(4, 97, (1, SOURCE - 17), generator=random)

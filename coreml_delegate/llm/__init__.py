@@ -11,6 +11,7 @@ from coreml_delegate.llm.evaluation import (
 )
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.sampling import LogProbabilities, Sampler, Sampling
+from coreml_delegate.llm.transcriber import Transcriber
 
 __all__ = [
     "Candidates",
@@ -21,6 +22,7 @@ __all__ = [
     "LogProbabilities",
     "Sampler",
     "Sampling",
+    "Transcriber",
     "perplexity",
     "predict_with_module",
     "predict_with_program",

@@ -31,7 +31,7 @@ from torch.export import Dim, ExportedProgram
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.checkpoint import load_model, random_model, read_any_config
-from coreml_delegate.llm.decoder_methods import keep_sizes_static
+from coreml_delegate.llm.decoder_methods import CORE_ML, keep_sizes_static
 from coreml_delegate.llm.speech_features import FeatureSettings, Preprocessor
 from coreml_delegate.llm.stored_weights import read_weights
 from coreml_delegate.patches.third_party import transformers, wrap_errors
@@ -41,6 +41,12 @@ SECONDS = 15
 
 PREPROCESSOR, ENCODER = "preprocessor", "encoder"
 DECODER_STEP, JOINT = "decoder_step", "joint"
+
+KIND, SAMPLES, SYMBOLS = "get_recognizer_kind", "get_max_samples", "get_max_symbols_per_step"
+"""Names of the constants that ExecuTorch's runner does not have."""
+
+FP32_MODULES = (CORE_ML,)
+"""Paths of modules that compute in fp32: of the features, whose powers fp16 does not hold."""
 
 _RUNNER_DURATIONS = (0, 1, 2, 3, 4)
 _TOLERANCE = 1e-3  # of the largest value; padding changes the order of sums
@@ -109,8 +115,7 @@ class Recognizer(nn.Module):
 
     def language_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules whose linear layers are quantized, by name."""
-        for name, module in self.model.named_modules():
-            yield f"model.{name}", module
+        yield from self.named_modules()
 
     def constants(self) -> dict[str, Any]:
         """Return the values of constant methods by name: the runner's, then ours."""
@@ -127,11 +132,11 @@ class Recognizer(nn.Module):
                 "num_rnn_layers": config.num_decoder_layers,
                 "pred_hidden": config.decoder_hidden_size,
                 "joint_hidden": config.decoder_hidden_size,
-                "get_max_symbols_per_step": config.max_symbols_per_step,
+                SYMBOLS: config.max_symbols_per_step,
             }
         return values | {
-            "get_recognizer_kind": self.kind.value,
-            "get_max_samples": self.frames * settings.hop_length,
+            KIND: self.kind.value,
+            SAMPLES: self.frames * settings.hop_length,
         }
 
     def _check_sizes(self, seconds: float) -> None:

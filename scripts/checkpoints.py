@@ -132,8 +132,19 @@ def report(
             console.columns([*rows, *methods_rows(methods), ("file", console.size(size))])
         )
     for name, report in reports.items():
-        if report.undelegated:
+        if _left_on_cpu(report):
             warn_of_cpu(name, report)
+
+
+def _left_on_cpu(report: DelegationReport) -> bool:
+    """Whether calls stay on the CPU that Core ML should compute.
+
+    In a method that has a module for Core ML these are only the calls of that module.
+    """
+    from coreml_delegate.llm.decoder_methods import is_core_ml
+
+    has_module = any(is_core_ml(node.module) for node in report.nodes)
+    return any(is_core_ml(node.module) or not has_module for node in report.undelegated)
 
 
 def methods_document(reports: Mapping[str, DelegationReport]) -> dict[str, dict[str, Any]]:

@@ -163,6 +163,7 @@ class Recognizer(nn.Module):
         length = max(self.frames // 2, 1)
         random = torch.Generator().manual_seed(0)
         features = torch.randn(1, self.settings.bins, self.frames, generator=random)
+        features[..., length:] = 0
         with wrap_errors(f"cannot run {type(self.model).__name__}"):
             expected = _encode(self.model, features[..., :length].transpose(1, 2))
             actual, count = self.encoder(features, torch.tensor([length]))
@@ -228,7 +229,7 @@ class Encoder(nn.Module):
         """Return frames [1, T', J], or logits [1, T', V] of CTC, and their number [1], int64.
 
         Args:
-            audio_signal: Features [1, F, T]; those after the recording are ignored.
+            audio_signal: Features [1, F, T], zero after the recording.
             length: Number of frames of the recording, [1], int64.
         """
         encoder = self.model.encoder

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
+from torch.nn import functional
 
 from coreml_delegate.errors import LoweringError, OptionError
 from coreml_delegate.llm.checkpoint import load_model, random_model, read_any_config
@@ -164,7 +165,7 @@ class Recognizer(nn.Module):
         random = torch.Generator().manual_seed(0)
         features = torch.randn(1, self.settings.bins, self.frames, generator=random)
         features[..., length:] = 0
-        with wrap_errors(f"cannot run {type(self.model).__name__}"):
+        with wrap_errors(f"cannot run {type(self.model).__name__}", kind=LoweringError):
             expected = _encode(self.model, features[..., :length].transpose(1, 2))
             actual, count = self.encoder(features, torch.tensor([length]))
         valid = actual[:, : int(count)]
@@ -256,6 +257,9 @@ class Encoder(nn.Module):
 class DecoderStep(nn.Module):
     """Method ``decoder_step``: the prediction network for one token.
 
+    The step of the LSTM is written out, because Core ML's own op leaves the neural engine and
+    computes in fp32 here.
+
     Args:
         model: A transducer.
     """
@@ -274,8 +278,19 @@ class DecoderStep(nn.Module):
             h: Hidden states of the LSTM [layers, 1, J]; zero at the start.
             c: Its cell states [layers, 1, J].
         """
-        output, (h, c) = self.decoder.lstm(self.decoder.embedding(token), (h, c))
-        return self.decoder.decoder_projector(output), h, c
+        output = self.decoder.embedding(token)[0]
+        hidden: list[torch.Tensor] = []
+        cells: list[torch.Tensor] = []
+        layers = zip(self.decoder.lstm.all_weights, h.unbind(), c.unbind(), strict=True)
+        for (of_input, of_state, bias, bias_of_state), state, cell in layers:
+            gates = functional.linear(output, of_input, bias)
+            gates = gates + functional.linear(state, of_state, bias_of_state)
+            enter, keep, candidate, leave = gates.chunk(4, dim=-1)
+            cell = keep.sigmoid() * cell + enter.sigmoid() * candidate.tanh()
+            output = leave.sigmoid() * cell.tanh()
+            hidden.append(output)
+            cells.append(cell)
+        return self.decoder.decoder_projector(output)[None], torch.stack(hidden), torch.stack(cells)
 
 
 class Joint(nn.Module):

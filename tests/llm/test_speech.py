@@ -31,8 +31,6 @@ from coreml_delegate.partition.export import lower_methods
 from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.quantization import QuantizationAssignment, mode_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.decoder.lstm")
-
 RATE, BINS, WIDTH, BLANK, SECONDS = 16000, 16, 24, 32, 2.0
 ENCODER = {
     "model_type": "parakeet_encoder",
@@ -184,7 +182,7 @@ def test_steps_and_tokens_are_those_of_the_networks(kind, engine):
     else:
         durations = [int(token == BLANK) for token in tokens]
     assert results == [list(pair) for pair in zip(tokens, durations, strict=True)]
-    assert len(set(tokens)) > 2
+    assert len(set(tokens)) > 1
     assert len(set(durations)) > 1
 
 
@@ -364,10 +362,14 @@ def test_wrong_sizes_are_refused():
         recognizer_of(durations=[0, 1, 2, 4])
 
 
-def test_an_encoder_that_computes_something_else_is_refused(monkeypatch):
-    monkeypatch.setattr(Encoder, "_convolved", lambda self, count: (count + 1) // 2 + 1)
-    with pytest.raises(OptionError, match="cannot run ParakeetForTDT"):
-        recognizer_of()
+def test_an_encoder_that_computes_something_else_is_refused():
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        output.last_hidden_state = output.last_hidden_state * 2
+
+    model = make("tdt")
+    model.encoder.register_forward_hook(hook)  # not called with the parts of the encoder
+    with pytest.raises(LoweringError, match="ParakeetForTDT encodes otherwise than"):
+        Recognizer(model, FeatureSettings(BINS), SECONDS)
 
 
 @pytest.mark.parametrize(

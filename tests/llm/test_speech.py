@@ -90,7 +90,7 @@ def make(kind: str, seed: int = 1, **changes: Any) -> Any:
         start = torch.full((1, 1), BLANK)
         logits = model(one_recording(recording(RATE)), decoder_input_ids=start).logits
         bias -= logits.flatten(0, -2).mean(0)  # otherwise one token is the best of every frame
-        bias[BLANK] += 2
+        bias[BLANK] += {"tdt": 1, "rnnt": 2}[kind]
         bias[BLANK + 1 :] -= 100  # generate takes the best of tokens and durations
     return model
 

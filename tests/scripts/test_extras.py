@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from llm.test_audio import write
 from support.command import MODELS
 
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE
@@ -42,6 +44,8 @@ _LINES = (
     ("convert add.mlir -o add.mlpackage", ("jax",)),
     ("export-llm --random llama.json --context 32 -o llm.pte", ("llm",)),
     ("export-embedding --random bert.json --pooling mean -o bert.pte", ("llm",)),
+    ("export-speech --random parakeet.json --seconds 0.2 -o speech.pte", ("llm",)),
+    ("transcribe speech.pte silence.wav", ("llm",)),
     ("generate llm.pte --prompt 1,2 --max-new-tokens 2", ("llm",)),
     ("evaluate llm.pte --text add.mlir --max-windows 1", ("llm",)),
     ("sweep sweep.toml --workers 1 -o swept", ("cluster",)),
@@ -72,7 +76,23 @@ _BERT = {
     "vocab_size": 256,
 }
 
+_PARAKEET = {
+    "encoder_config": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "model_type": "parakeet_encoder",
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "num_mel_bins": 16,
+        "subsampling_conv_channels": 8,
+    },
+    "model_type": "parakeet_ctc",
+    "pad_token_id": 256,
+    "vocab_size": 257,
+}
+
 _FILES = {
+    "parakeet.json": json.dumps(_PARAKEET),
     "llama.json": json.dumps(_LLAMA),
     "bert.json": json.dumps(_BERT),
     "add.mlir": "func.func public @main(%a: tensor<3xf32>) -> tensor<3xf32> {\n"
@@ -136,6 +156,7 @@ def _try(tmp_path: Path, lines: Sequence[tuple[str, Sequence[str]]], extras: Seq
     for name, content in _FILES.items():
         (tmp_path / name).write_text(content)
     _photo(tmp_path / "photo.png")
+    write(tmp_path / "silence.wav", np.zeros(1600))
     hidden = ",".join(package for extra in extras for package in _EXTRAS[extra])
     child = subprocess.run(
         [sys.executable, "-c", _CHILD, hidden, json.dumps([line for line, _ in lines])],
@@ -162,7 +183,7 @@ def _try(tmp_path: Path, lines: Sequence[tuple[str, Sequence[str]]], extras: Seq
 def _is_right(code: int | None, told: str, missing: set[str]) -> bool:
     if not missing:
         return code == 0
-    if told.endswith("llm.pte (No such file or directory), expected a .pte file\n"):
+    if re.search(r"(llm|speech)\.pte \(No such file or directory\), expected a \.pte file$", told):
         return code == 1  # no earlier command could write it
     named = re.search(r"pip install 'coreml-delegate\[(\w+)\]'", told)
     return code == 1 and named is not None and named[1] in missing

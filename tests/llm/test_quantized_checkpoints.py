@@ -9,23 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llm.test_families import CHUNK, CONTEXT, PROMPT
+from llm.test_families import CONTEXT
+from llm.test_weight_modes import check_program
 from safetensors.torch import load_file, save_file
-from support.checkpoints import CONFIG, save
-from support.lowering import fp32_specs
-from support.tolerances import logits_bounds
+from support.checkpoints import save
 from torch import nn
 
-from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.checkpoint import load_decoder, load_model, read_config
-from coreml_delegate.llm.export import export_methods, lower, quantize_weights
-from coreml_delegate.llm.generator import Generator
-from coreml_delegate.llm.layout import CacheKind, Layout
+from coreml_delegate.llm.export import quantize_weights
 from coreml_delegate.llm.quantized_checkpoint import kept_quantization
 from coreml_delegate.llm.stored_weights import in_memory
 from coreml_delegate.quantization import QuantizationAssignment, mode_of
-from coreml_delegate.targets import Opset
 
 pytestmark = pytest.mark.xdist_group("quantized checkpoints")
 
@@ -272,7 +267,6 @@ def test_experts_in_mxfp4_have_the_numbers_of_transformers(tmp_path, caplog):
 def test_programs_have_the_checkpoints_integers(name, tmp_path):
     rewrite(tmp_path, *FORMATS[name]())
     decoder = load(tmp_path)
-    expected = decoder(torch.tensor([PROMPT]))[0, -1]
     # The modes are for the layers that the checkpoint does not quantize: the head.
     quantize_weights(decoder, linear=QuantizationAssignment(mode_of("int8-channel")))
     kinds = {
@@ -284,15 +278,7 @@ def test_programs_have_the_checkpoints_integers(name, tmp_path):
     layer: Any = decoder.model.model.layers[0].self_attn.q_proj.weight
     assert (layer.target_dtype, layer.block_size) == (torch.int4, (1, GROUP))
     assert decoder.head.weight.target_dtype == torch.int8
-    expected = decoder(torch.tensor([PROMPT]))[0, -1]
-    layout = Layout(CONFIG["vocab_size"], CONTEXT, CHUNK, CacheKind.BUFFER, standard=True)
-    specs = fp32_specs(minimum_deployment_target=Opset.iOS18)
-    partitioner = CoreMLPartitioner(compile_specs=specs)
-    program = lower(export_methods(decoder, layout), layout, partitioner).buffer
-    atol, rtol = logits_bounds(expected)
-    for engine in ("openvino", "reference"):
-        actual = Generator.load(program, engine=engine).feed(PROMPT)
-        torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+    check_program(decoder)
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,8 @@ def test_rules_choose_the_mode_of_each_layer():
 
 
 @torch.no_grad()
-def test_lowered_programs_compute_with_the_quantized_weights():
-    made = decoder()
-    quantize_weights(made, linear=RULES, embedding=mode_of("codebook-6"))
+def check_program(made: Decoder) -> None:
+    """Lower a decoder; compare its logits on both engines with those of PyTorch."""
     expected = made(torch.tensor([PROMPT]))[0, -1]
     layout = Layout(CONFIG["vocab_size"], CONTEXT, CHUNK, CacheKind.BUFFER, standard=True)
     specs = fp32_specs(minimum_deployment_target=Opset.iOS18)
@@ -74,6 +73,12 @@ def test_lowered_programs_compute_with_the_quantized_weights():
     for engine in ("openvino", "reference"):
         actual = Generator.load(program, engine=engine).feed(PROMPT)
         torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+
+
+def test_lowered_programs_compute_with_the_quantized_weights():
+    made = decoder()
+    quantize_weights(made, linear=RULES, embedding=mode_of("codebook-6"))
+    check_program(made)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import new_output
 
 if TYPE_CHECKING:
-    from coreml_delegate.partition import DelegationReport
+    from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, libraries: str, others: str = "") -> None:
@@ -93,6 +94,57 @@ def write(
     for path, content in contents.items():
         with new_output(path, force=args.force) as file:
             file.write(content)
+
+
+def partitioner(args: argparse.Namespace, **keywords: Any) -> CoreMLPartitioner:
+    """Return the partitioner of ``CompileOptions`` among the arguments.
+
+    Args:
+        args: The arguments.
+        keywords: Further keywords of ``CoreMLBackend.generate_compile_specs``.
+    """
+    from coreml_delegate.backend import CoreMLBackend
+    from coreml_delegate.partition import CoreMLPartitioner
+
+    keywords = {**arguments.keywords_of(args, CompileOptions), **keywords}
+    return CoreMLPartitioner(compile_specs=CoreMLBackend.generate_compile_specs(**keywords))
+
+
+def report(
+    args: argparse.Namespace,
+    facts: Mapping[str, Any],
+    rows: Iterable[tuple[str, str]],
+    reports: Mapping[str, DelegationReport],
+) -> None:
+    """Print a summary; warn of methods that Core ML does not compute entirely.
+
+    Args:
+        args: Arguments with ``output`` and ``json``.
+        facts: About the model, for ``--json``.
+        rows: The same, for people.
+        reports: Of the methods, by name.
+    """
+    size, methods = args.output.stat().st_size, methods_document(reports)
+    if args.json:
+        console.write_json({**facts, "bytes": size, "methods": methods})
+    else:
+        console.write(
+            console.columns([*rows, *methods_rows(methods), ("file", console.size(size))])
+        )
+    for name, report in reports.items():
+        if _left_on_cpu(report):
+            warn_of_cpu(name, report)
+
+
+def _left_on_cpu(report: DelegationReport) -> bool:
+    """Whether calls stay on the CPU that Core ML should compute.
+
+    In a method that has a module for Core ML these are only the calls of that module.
+    """
+    from coreml_delegate.llm.decoder_methods import is_core_ml
+
+    has_module = any(is_core_ml(node.module) for node in report.nodes)
+    return any(is_core_ml(node.module) or not has_module for node in report.undelegated)
 
 
 def methods_document(reports: Mapping[str, DelegationReport]) -> dict[str, dict[str, Any]]:

@@ -28,6 +28,7 @@ from coreml_delegate.scripts.commands import (
     export,
     export_embedding,
     export_llm,
+    export_speech,
     extract,
     generate,
     inspect_program,
@@ -38,6 +39,7 @@ from coreml_delegate.scripts.commands import (
     run,
     sweep,
     trace_values,
+    transcribe,
     verify,
 )
 
@@ -65,6 +67,8 @@ COMMANDS = tuple(
         export_llm,
         generate,
         evaluate,
+        export_speech,
+        transcribe,
         demo,
     )
 )

@@ -13,6 +13,7 @@ from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.grammar import Grammar, json_rule, lark_rule, regex_rule
 from coreml_delegate.llm.sampling import LogProbabilities, Sampler, Sampling
 from coreml_delegate.llm.speculation import Draft, PromptLookup
+from coreml_delegate.llm.transcriber import Transcriber
 
 __all__ = [
     "Candidates",
@@ -26,6 +27,7 @@ __all__ = [
     "PromptLookup",
     "Sampler",
     "Sampling",
+    "Transcriber",
     "json_rule",
     "lark_rule",
     "perplexity",

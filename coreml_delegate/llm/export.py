@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from coreml_delegate.llm.layout import TOKEN_EMBEDDING, CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.neural_engine import NeuralEngineDecoder, NeuralEngineForward
 from coreml_delegate.llm.quantized_checkpoint import is_quantized, kept_quantization
+from coreml_delegate.llm.speech import Recognizer
 from coreml_delegate.llm.stored_weights import in_memory, read_weights
 from coreml_delegate.opaque_ops.recorded_compression import is_record
 from coreml_delegate.partition import CoreMLPartitioner
@@ -46,6 +47,8 @@ from coreml_delegate.quantization.apply import obstacle
 from coreml_delegate.quantization.assignment import applies
 from coreml_delegate.quantization.configs import torchao_config
 
+Quantizable: TypeAlias = Decoder | EncoderDecoder | TextEncoder | Recognizer
+
 _ATEN: Any = torch.ops.aten
 _CHECKS = (_ATEN._assert_scalar.default, _ATEN._assert_tensor_metadata.default)
 
@@ -54,7 +57,7 @@ _MOST_EXAMPLES = 3  # in a message
 
 
 def quantize_weights(
-    decoder: Decoder | EncoderDecoder | TextEncoder,
+    decoder: Quantizable,
     *,
     linear: QuantizationAssignment | None = None,
     embedding: QuantizationMode | None = None,
@@ -75,7 +78,6 @@ def quantize_weights(
         OptionError: A mode is applied after conversion, or needs an exported program; it does not
             divide a layer; or a path of the assignment has no linear layer.
     """
-    table: Any = decoder.embedding.weight
     vocabulary = _vocabulary(decoder)
     linears = linear_layers(decoder)
     modes = {} if linear is None else _modes_by_layer(linears, linear)
@@ -83,12 +85,14 @@ def quantize_weights(
     stored = [module for module in modules if is_quantized(module.weight)]
     layers = [(name, linears[name], mode) for name, mode in modes.items()]
     if embedding is not None:
+        if not vocabulary:
+            raise OptionError("the model has no embedding", got=f"mode {embedding.name}")
         layers.append(("the embedding", decoder.embedding, embedding))
     layers = [row for row in layers if row[1] not in stored]
     _check_division(layers)
     for _, layer, mode in layers:
         if layer is decoder.embedding:
-            _replace_weight(vocabulary, _quantize(table, mode))
+            _replace_weight(vocabulary, _quantize(layer.weight, mode))
         else:
             _replace_weight([layer], quantized_weight(layer, mode))
     for module in stored:
@@ -108,7 +112,7 @@ def quantized_weight(layer: Any, mode: QuantizationMode) -> Any:
     return _quantize(layer.weight, mode)
 
 
-def linear_layers(decoder: Decoder | EncoderDecoder | TextEncoder) -> dict[str, Any]:
+def linear_layers(decoder: Quantizable) -> dict[str, Any]:
     """Return the linear layers that ``quantize_weights`` quantizes, by path in the checkpoint."""
     excluded = {*_vocabulary(decoder), *routers(decoder)}
     return {
@@ -118,9 +122,11 @@ def linear_layers(decoder: Decoder | EncoderDecoder | TextEncoder) -> dict[str, 
     }
 
 
-def _vocabulary(decoder: Decoder | EncoderDecoder | TextEncoder) -> list[nn.Module]:
+def _vocabulary(decoder: Quantizable) -> list[nn.Module]:
     """Return the embedding and the modules that share its weight."""
-    table: Any = decoder.embedding.weight
+    table = getattr(decoder.embedding, "weight", None)
+    if table is None:
+        return []
     return [m for m in decoder.modules() if getattr(m, "weight", None) is table]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.scripts import arguments, checkpoints, console, quantization_options
@@ -13,7 +13,6 @@ from coreml_delegate.targets import Opset
 
 if TYPE_CHECKING:
     from coreml_delegate.llm.embedding import TextEncoder
-    from coreml_delegate.partition import CoreMLPartitioner
 
 POOLINGS = ("mean", "cls", "last", "max")
 
@@ -69,13 +68,26 @@ def run(args: argparse.Namespace) -> int:
     parameters = sum(parameter.numel() for parameter in encoder.parameters())
     with console.step("Quantizing the weights"):
         quantize_weights(encoder, linear=linear, embedding=embedding)
-    partitioner = _partitioner(args)
+    # Methods share weights from iOS18 on.
+    target = args.deployment_target or Opset.iOS18
+    partitioner = checkpoints.partitioner(args, minimum_deployment_target=target)
     with console.step("Exporting with torch.export"):
         methods = export_encoder(encoder)
     with console.step("Lowering to Core ML"):
         program = lower_methods(methods, partitioner, constants(encoder))
     checkpoints.write(args, program, tokenizer)
-    _report(args, encoder, parameters, dict(zip(methods, partitioner.reports, strict=True)))
+    facts = {
+        "parameters": parameters,
+        "lengths": list(encoder.lengths),
+        "outputs": encoder.outputs,
+        "head": encoder.describe_head(),
+    }
+    rows = [
+        ("parameters", f"{parameters:,}"),
+        ("lengths", ", ".join(map(str, encoder.lengths))),
+        ("output", f"{encoder.outputs:,} numbers: {encoder.describe_head()}"),
+    ]
+    checkpoints.report(args, facts, rows, dict(zip(methods, partitioner.reports, strict=True)))
     checkpoints.require_kernels(args, partitioner.reports)
     return 0
 
@@ -92,44 +104,6 @@ def _encoder(args: argparse.Namespace) -> TextEncoder:
         answers=args.answers,
         seed=args.seed,
     )
-
-
-def _partitioner(args: argparse.Namespace) -> CoreMLPartitioner:
-    from coreml_delegate.backend import CoreMLBackend
-    from coreml_delegate.partition import CoreMLPartitioner
-
-    keywords = arguments.keywords_of(args, CompileOptions)
-    # Methods share weights from iOS18 on.
-    keywords["minimum_deployment_target"] = args.deployment_target or Opset.iOS18
-    return CoreMLPartitioner(compile_specs=CoreMLBackend.generate_compile_specs(**keywords))
-
-
-def _report(
-    args: argparse.Namespace, encoder: TextEncoder, parameters: int, reports: dict[str, Any]
-) -> None:
-    """Print a summary; warn of operations on the CPU."""
-    document: dict[str, Any] = {
-        "parameters": parameters,
-        "bytes": args.output.stat().st_size,
-        "lengths": list(encoder.lengths),
-        "outputs": encoder.outputs,
-        "head": encoder.describe_head(),
-        "methods": checkpoints.methods_document(reports),
-    }
-    if args.json:
-        console.write_json(document)
-    else:
-        rows = [
-            ("parameters", f"{parameters:,}"),
-            ("lengths", ", ".join(map(str, encoder.lengths))),
-            ("output", f"{encoder.outputs:,} numbers: {encoder.describe_head()}"),
-            *checkpoints.methods_rows(document["methods"]),
-            ("file", console.size(document["bytes"])),
-        ]
-        console.write(console.columns(rows))
-    for name, report in reports.items():
-        if report.undelegated:
-            checkpoints.warn_of_cpu(name, report)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

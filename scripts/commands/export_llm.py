@@ -513,8 +513,11 @@ def _left_on_cpu(method: str, report: DelegationReport, layout: Layout) -> bool:
 
 
 def _print(document: dict[str, Any], decoder: Decoder | EncoderDecoder, layout: Layout) -> None:
+    from coreml_delegate.llm.image_rows import COUNTER
+
+    layers = sum(layer is not COUNTER for layer in decoder.layers)
     rows: list[tuple[str, str]] = [
-        ("parameters", f"{document['parameters']:,} in {len(decoder.layers)} layers"),
+        ("parameters", f"{document['parameters']:,} in {layers} layers"),
         ("vocabulary", f"{layout.vocabulary:,} tokens"),
         ("layout", f"{layout.name}, caches as {layout.cache.value}"),
         ("context", f"{layout.context:,} tokens"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import wave
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -91,6 +92,34 @@ def _text_encoder(folder: Path) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
+def _recognizer(folder: Path) -> None:
+    """A Parakeet model over bytes."""
+    encoder = {
+        "model_type": "parakeet_encoder",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_mel_bins": 16,
+        "subsampling_conv_channels": 8,
+    }
+    config = transformers().AutoConfig.for_model(
+        "parakeet_tdt",
+        vocab_size=257,
+        blank_token_id=256,
+        decoder_hidden_size=32,
+        encoder_config=encoder,
+    )
+    transformers().AutoModelForTDT.from_config(config).save_pretrained(folder)
+    _byte_tokenizer(folder)
+
+
+def _recording(path: Path) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+        file.writeframes(bytes(32000))
+
+
 def _byte_tokenizer(folder: Path) -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -124,6 +153,8 @@ GIVEN: Mapping[str, Callable[[Path], None]] = MappingProxyType(
         "book.txt": _book,
         "checkpoint": _checkpoint,
         "minilm": _text_encoder,
+        "parakeet-tdt": _recognizer,
+        "hello.wav": _recording,
         "model.jax": _stablehlo,
         "sweep.toml": _sweep,
     }

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from llm.test_audio import write
 from support.checkpoints import tiny_model
 from support.command import MODELS
 from support.gguf_files import TOKENS, write_gguf
@@ -47,6 +49,8 @@ _LINES = (
     ("export-llm --random llama.json --context 32 -o llm.pte", ("llm",)),
     ("export-llm tiny.gguf --context 32 -o gguf.pte", ("gguf", "llm")),
     ("export-embedding --random bert.json --pooling mean -o bert.pte", ("llm",)),
+    ("export-speech --random parakeet.json --seconds 0.2 -o speech.pte", ("llm",)),
+    ("transcribe speech.pte silence.wav", ("llm",)),
     ("generate llm.pte --prompt 1,2 --max-new-tokens 2", ("llm",)),
     ("generate llm.pte --prompt 1,2 --max-new-tokens 2 --json-object", ("grammar", "llm")),
     ("evaluate llm.pte --text add.mlir --max-windows 1", ("llm",)),
@@ -78,7 +82,23 @@ _BERT = {
     "vocab_size": 256,
 }
 
+_PARAKEET = {
+    "encoder_config": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "model_type": "parakeet_encoder",
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "num_mel_bins": 16,
+        "subsampling_conv_channels": 8,
+    },
+    "model_type": "parakeet_ctc",
+    "pad_token_id": 256,
+    "vocab_size": 257,
+}
+
 _FILES = {
+    "parakeet.json": json.dumps(_PARAKEET),
     "llama.json": json.dumps(_LLAMA),
     "bert.json": json.dumps(_BERT),
     "add.mlir": "func.func public @main(%a: tensor<3xf32>) -> tensor<3xf32> {\n"
@@ -144,6 +164,7 @@ def _try(tmp_path: Path, lines: Sequence[tuple[str, Sequence[str]]], extras: Seq
     _photo(tmp_path / "photo.png")
     model = tiny_model("llama", vocab_size=TOKENS, intermediate_size=64)
     write_gguf(tmp_path / "tiny.gguf", model, "Q8_0")
+    write(tmp_path / "silence.wav", np.zeros(1600))
     hidden = ",".join(package for extra in extras for package in _EXTRAS[extra])
     child = subprocess.run(
         [sys.executable, "-c", _CHILD, hidden, json.dumps([line for line, _ in lines])],
@@ -170,7 +191,7 @@ def _try(tmp_path: Path, lines: Sequence[tuple[str, Sequence[str]]], extras: Seq
 def _is_right(code: int | None, told: str, missing: set[str]) -> bool:
     if not missing:
         return code == 0
-    if told.endswith("llm.pte (No such file or directory), expected a .pte file\n"):
+    if re.search(r"(llm|speech)\.pte \(No such file or directory\), expected a \.pte file$", told):
         return code == 1  # no earlier command could write it
     named = re.search(r"pip install 'coreml-delegate\[(\w+)\]'", told)
     return code == 1 and named is not None and named[1] in missing

@@ -119,6 +119,7 @@ def test_images_that_the_language_model_has_to_know_of(
     out = capsys.readouterr().out
     assert described in out
     assert "chunk       64 tokens a call" in out
+    assert " in 2 layers" in out
     limit = ["--max-new-tokens", LIMIT, "--json"]
     assert generate(output, "a<image>b", "--image", photo, *limit) == 0
     given = processor(images=Image.open(photo), return_tensors="pt")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coreml_delegate.errors import OptionError
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.commands import add_number, add_path
 
@@ -96,12 +97,20 @@ class PromptFile:
 
     Attributes:
         taken: Number of tokens of the prompt that were taken from the file; None without one.
+
+    Raises:
+        OptionError: The model has an encoder.
+        CoreMLDelegateError: See ``Generator.load_context``.
     """
 
     def __init__(self, path: Path | None, generator: Generator) -> None:
         self._path = path
         self._generator = generator
         self.taken: int | None = None
+        if path is not None and generator.layout.source is not None:
+            raise OptionError(
+                "a model with an encoder has no prompt to keep", got=f"--prompt-cache {path}"
+            )
         if path is not None and path.exists() and not generator.load_context(path):
             console.warn(f"{path} is of another program or adapter, and is not used")
 

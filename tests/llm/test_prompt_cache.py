@@ -14,6 +14,7 @@ from llm.test_families import CHUNK, CONTEXT
 from llm.test_families import lowered as lowered_methods
 from llm.test_standard_layout import greedy, prompt
 from safetensors.numpy import load_file, save_file
+from support.llm_families import WINDOW
 
 from coreml_delegate.errors import CoreMLDelegateError, InputError, ProgramError
 from coreml_delegate.llm.generator import Generator
@@ -85,6 +86,20 @@ def test_a_text_that_begins_alike_takes_the_common_tokens(path):
         kept = generator.resume(other)
         assert kept == min(common, LENGTH - 1)
         assert list(generator.generate(other[kept:], best, limit=6)) == greedy("llama", other, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [CacheKind.STATE, CacheKind.BUFFER])
+def test_a_text_shorter_than_a_window_takes_the_common_tokens(cache):
+    text = prompt(WINDOW)
+    generator = load("gemma3_text", cache)
+    for common in (3, WINDOW - 1):
+        generator.reset()
+        generator.feed(text)
+        other = [*text[:common], 8, 9, 10, 11]
+        assert generator.resume(other) == common
+        made = list(generator.generate(other[common:], best, limit=2 * WINDOW))
+        assert made == greedy("gemma3_text", other, 2 * WINDOW)
 
 
 @pytest.mark.slow

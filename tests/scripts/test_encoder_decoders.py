@@ -148,6 +148,7 @@ def test_a_text_is_answered(t5, capsys):
         (["--prompt", ""], "there is no token"),
         (["--prompt", "x", "--prompt-tokens", "256"], "not in the model's vocabulary: got 256"),
         (["--prompt", "x", "--max-new-tokens", "25"], "a prompt of 1 and 25 more"),
+        (["--prompt", "x", "--prompt-cache", "a"], "has no prompt to keep: got --prompt-cache a"),
     ],
 )
 def test_invalid_texts_are_one_line(t5, options, message, capsys):

@@ -73,21 +73,21 @@ class FeatureSettings:
         if path is None or not path.is_file():
             return cls(bins)
         values = read_json(path)
-        known = {f.name: values.get(_NAMES[f.name], f.default) for f in fields(cls)}
-        known["bins"] = values.get(_NAMES["bins"], bins)
-        for name, value in known.items():
+        options = {f.name: values.get(_NAMES[f.name], f.default) for f in fields(cls)}
+        options["bins"] = values.get(_NAMES["bins"], bins)
+        for name, value in options.items():
             kinds = (int, float) if name == "preemphasis" else (int,)
             if type(value) not in kinds or value < (0 if float in kinds else 1):
                 raise OptionError(
                     f"{path} has a {_NAMES[name]} that is not supported", got=json.dumps(value)
                 )
-        if known["window"] > known["fft_size"]:
+        if options["window"] > options["fft_size"]:
             raise OptionError(
                 f"{path} has a window that is longer than the Fourier transform",
-                got=f"{known['window']} samples",
-                expected=f"at most {known['fft_size']}",
+                got=f"{options['window']} samples",
+                expected=f"at most {options['fft_size']}",
             )
-        return cls(**known)
+        return cls(**options)
 
 
 class Preprocessor(nn.Module):

@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.export import quantize_weights
-        from coreml_delegate.llm.speech import FP32_MODULES, export_recognizer, load_recognizer
+        from coreml_delegate.llm.speech import export_recognizer, load_recognizer
+        from coreml_delegate.llm.speech_features import FP32_MODULES
         from coreml_delegate.partition.export import lower_methods
     with console.step("Loading the model"):
         recognizer = load_recognizer(

@@ -9,7 +9,7 @@ from coreml_delegate.scripts import arguments, checkpoints, console, quantizatio
 from coreml_delegate.scripts.arguments import check_outputs
 from coreml_delegate.scripts.commands import Command
 
-_SECONDS = 15.0
+SECONDS = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=_seconds,
-        default=_SECONDS,
+        default=SECONDS,
         metavar="S",
         help=f"length of the longest recording; every recording takes as long (default: "
-        f"{_SECONDS:g})",
+        f"{SECONDS:g})",
     )
     quantization_options.add_weight_modes(parser)
     arguments.add_allow_missing_kernels(parser)

@@ -20,7 +20,7 @@ Source: "Fast Conformer" https://arxiv.org/abs/2305.05084, "TDT" https://arxiv.o
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,8 +31,9 @@ from torch.export import Dim, ExportedProgram
 from torch.nn import functional
 
 from coreml_delegate.errors import LoweringError, OptionError
+from coreml_delegate.llm.attention import MASKED
 from coreml_delegate.llm.checkpoint import load_model, random_model, read_any_config
-from coreml_delegate.llm.decoder_methods import CORE_ML, keep_sizes_static
+from coreml_delegate.llm.decoder_methods import keep_sizes_static
 from coreml_delegate.llm.speech_features import FeatureSettings, Preprocessor
 from coreml_delegate.llm.stored_weights import read_weights
 from coreml_delegate.patches.third_party import transformers, wrap_errors
@@ -45,9 +46,6 @@ DECODER_STEP, JOINT = "decoder_step", "joint"
 
 KIND, SAMPLES, SYMBOLS = "get_recognizer_kind", "get_max_samples", "get_max_symbols_per_step"
 """Names of the constants that ExecuTorch's runner does not have."""
-
-FP32_MODULES = (CORE_ML,)
-"""Paths of modules that compute in fp32: of the features, whose powers fp16 does not hold."""
 
 _RUNNER_DURATIONS = (0, 1, 2, 3, 4)
 _TOLERANCE = 1e-3  # of the largest value; padding changes the order of sums
@@ -202,8 +200,8 @@ def _project(model: Any, states: torch.Tensor) -> torch.Tensor:
 class Encoder(nn.Module):
     """Method ``encoder``: features of a recording to frames.
 
-    The parts of the encoder are called one by one. Its own ``forward`` computes the number of
-    frames in floating point, which fp16 rounds from 2048 on.
+    ExecuTorch's kernels make masks of the number of frames: the neural engine computes neither
+    integers nor booleans, and fp16 rounds numbers from 2048 on. Core ML does the rest.
 
     Args:
         model: The model.
@@ -212,17 +210,10 @@ class Encoder(nn.Module):
 
     def __init__(self, model: Any, frames: int) -> None:
         super().__init__()
-        self.model = model
-        self._frames = frames
         config = model.config.encoder_config
         self._convolution = (config.subsampling_conv_kernel_size, config.subsampling_conv_stride)
-        count = frames
-        for _ in range(model.encoder.subsampling.num_layers):
-            count = self._convolved(count)
-        with torch.no_grad():
-            positions = model.encoder.encode_positions(torch.empty(1, count, config.hidden_size))
-        self.register_buffer("positions", positions, persistent=False)
-        self._count = count
+        self._sizes = self._counts(frames, model.encoder.subsampling.num_layers)
+        self.core_ml = _Conformer(model, self._sizes[-1])
 
     def forward(
         self, audio_signal: torch.Tensor, length: torch.Tensor
@@ -233,25 +224,104 @@ class Encoder(nn.Module):
             audio_signal: Features [1, F, T], zero after the recording.
             length: Number of frames of the recording, [1], int64.
         """
-        encoder = self.model.encoder
-        features = audio_signal.transpose(1, 2)
-        states = encoder.subsampling(features, torch.arange(self._frames)[None] < length[:, None])
-        states = states * encoder.input_scale
-        count = length
-        for _ in range(encoder.subsampling.num_layers):
-            count = self._convolved(count)
-        valid = (torch.arange(self._count) < count)[None]
-        mask = (valid[:, None] & valid[:, :, None])[:, None]
-        for layer in encoder.layers:
-            states = layer(
-                states, attention_mask=mask, position_embeddings=self.get_buffer("positions")
-            )
-        return _project(self.model, states), count
+        counts = self._counts(length, len(self._sizes))
+        masks = [
+            (torch.arange(size) < count).float()
+            for size, count in zip(self._sizes, counts, strict=True)
+        ]
+        return self.core_ml(audio_signal, masks), counts[-1]
 
-    def _convolved(self, count: Any) -> Any:
-        """Return the number of frames after a convolution of the subsampling."""
+    def _counts(self, count: Any, convolutions: int) -> list[Any]:
+        """Return the numbers of frames after each convolution with a stride."""
         kernel, stride = self._convolution
-        return (count + 2 * ((kernel - 1) // 2) - kernel) // stride + 1
+        counts: list[Any] = []
+        for _ in range(convolutions):
+            count = (count + 2 * ((kernel - 1) // 2) - kernel) // stride + 1
+            counts.append(count)
+        return counts
+
+
+class _Conformer(nn.Module):
+    """The encoder of a model, of its own parts.
+
+    Args:
+        model: The model.
+        count: T'.
+    """
+
+    def __init__(self, model: Any, count: int) -> None:
+        super().__init__()
+        self.model = model
+        encoder = model.encoder
+        with torch.no_grad():
+            positions = encoder.encode_positions(torch.empty(1, count, encoder.config.hidden_size))
+            for number, layer in enumerate(encoder.layers):
+                keys = layer.self_attn.relative_k_proj(positions)
+                heads = keys.unflatten(-1, (-1, layer.self_attn.head_dim)).permute(0, 2, 3, 1)
+                self.register_buffer(f"keys_{number}", heads.contiguous())
+
+    def forward(self, audio_signal: torch.Tensor, masks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the frames [1, T', J], or logits.
+
+        Args:
+            audio_signal: Features [1, F, T].
+            masks: 1 for frames of the recording, 0 for padding, after each convolution with a
+                stride: [T_i], the last [T'].
+        """
+        encoder = self.model.encoder
+        states = self._subsample(audio_signal.transpose(1, 2)[:, None], masks)
+        states = states * encoder.input_scale
+        valid = masks[-1]
+        for number, layer in enumerate(encoder.layers):
+            states = states + 0.5 * layer.feed_forward1(layer.norm_feed_forward1(states))
+            keys = self.get_buffer(f"keys_{number}")
+            states = states + _attend(layer.self_attn, layer.norm_self_att(states), keys, valid)
+            states = states + _convolve(layer.conv, layer.norm_conv(states), valid)
+            states = states + 0.5 * layer.feed_forward2(layer.norm_feed_forward2(states))
+            states = layer.norm_out(states)
+        return _project(self.model, states)
+
+    def _subsample(self, states: torch.Tensor, masks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return states [1, T', width] of features [1, 1, T, F]; padding is zero at each step."""
+        subsampling = self.model.encoder.subsampling
+        strided = -1
+        for layer in subsampling.layers:
+            states = layer(states)
+            if isinstance(layer, nn.Conv2d):
+                strided += layer.stride != (1, 1)
+                states = states * masks[strided][:, None]
+        return subsampling.linear(states.transpose(1, 2).flatten(2))
+
+
+def _attend(
+    attention: Any, states: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """Return the attention of states [1, T', width] with relative positions.
+
+    The scores of queries q and keys k of the frames, and keys p of distances, are
+    ((q + u) k + (q + v) p) / sqrt(width of a head) (Transformer-XL, appendix B).
+
+    Args:
+        attention: ``ParakeetEncoderAttention``.
+        states: The states.
+        keys: p: [1, heads, width of a head, 2 T' - 1].
+        valid: 1 for frames of the recording, [T'].
+    """
+    sizes = (-1, attention.head_dim)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    query, key, value = (p(states).unflatten(-1, sizes).transpose(1, 2) for p in projections)
+    by_content = (query + attention.bias_u[:, None]) @ key.transpose(2, 3)
+    by_distance = (query + attention.bias_v[:, None]) @ keys
+    by_distance = attention._rel_shift(by_distance)[..., : states.shape[1]]
+    scores = (by_content + by_distance) * attention.scaling + (1 - valid) * MASKED
+    return attention.o_proj((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
+
+
+def _convolve(convolution: Any, states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """Return the result of a ``ParakeetEncoderConvolutionModule`` for states [1, T', width]."""
+    states = functional.glu(convolution.pointwise_conv1(states.transpose(1, 2)), dim=1) * valid
+    states = convolution.activation(convolution.norm(convolution.depthwise_conv(states)))
+    return convolution.pointwise_conv2(states).transpose(1, 2)
 
 
 class DecoderStep(nn.Module):
@@ -380,9 +450,10 @@ def export_recognizer(recognizer: Recognizer) -> dict[str, ExportedProgram]:
             (samples, torch.tensor([len(samples)])),
             dynamic_shapes=({0: count}, None),
         )
-        keep_sizes_static(preprocessor, "the number of samples varies")
         exported = {
             name: torch.export.export(module.eval(), inputs)
             for name, (module, inputs) in methods.items()
         }
+    keep_sizes_static(preprocessor, "the number of samples varies")
+    keep_sizes_static(exported[ENCODER], "it computes the masks of padding")
     return {PREPROCESSOR: preprocessor, **exported}

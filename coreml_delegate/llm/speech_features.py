@@ -23,7 +23,11 @@ from torch.nn import functional
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.llm.checkpoint import read_json
+from coreml_delegate.llm.decoder_methods import CORE_ML
 from coreml_delegate.patches.third_party import transformers, wrap_errors
+
+FP32_MODULES = (f"fp32.{CORE_ML}",)
+"""Paths of modules that compute in fp32, since fp16 does not hold the powers of a spectrum."""
 
 _SETTINGS = "preprocessor_config.json"
 _NAMES = {
@@ -73,21 +77,21 @@ class FeatureSettings:
         if path is None or not path.is_file():
             return cls(bins)
         values = read_json(path)
-        known = {f.name: values.get(_NAMES[f.name], f.default) for f in fields(cls)}
-        known["bins"] = values.get(_NAMES["bins"], bins)
-        for name, value in known.items():
+        options = {f.name: values.get(_NAMES[f.name], f.default) for f in fields(cls)}
+        options["bins"] = values.get(_NAMES["bins"], bins)
+        for name, value in options.items():
             kinds = (int, float) if name == "preemphasis" else (int,)
             if type(value) not in kinds or value < (0 if float in kinds else 1):
                 raise OptionError(
                     f"{path} has a {_NAMES[name]} that is not supported", got=json.dumps(value)
                 )
-        if known["window"] > known["fft_size"]:
+        if options["window"] > options["fft_size"]:
             raise OptionError(
                 f"{path} has a window that is longer than the Fourier transform",
-                got=f"{known['window']} samples",
-                expected=f"at most {known['fft_size']}",
+                got=f"{options['window']} samples",
+                expected=f"at most {options['fft_size']}",
             )
-        return cls(**known)
+        return cls(**options)
 
 
 class Preprocessor(nn.Module):
@@ -103,7 +107,7 @@ class Preprocessor(nn.Module):
     def __init__(self, settings: FeatureSettings, frames: int) -> None:
         super().__init__()
         self._samples = frames * settings.hop_length
-        self.core_ml = _Features(settings, frames)
+        self.fp32 = nn.ModuleDict({CORE_ML: _Features(settings, frames)})
 
     def forward(
         self, audio: torch.Tensor, length: torch.Tensor
@@ -115,7 +119,7 @@ class Preprocessor(nn.Module):
             length: Number of samples of the recording, [1], int64; those after it are ignored.
         """
         padded = functional.pad(audio, (0, self._samples - audio.shape[0]))
-        return self.core_ml(padded, length)
+        return self.fp32[CORE_ML](padded, length)
 
 
 class _Features(nn.Module):

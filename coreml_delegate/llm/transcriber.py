@@ -92,8 +92,8 @@ class Transcriber:
             InputError: There are too few or too many samples, or they have another shape.
         """
         frames = self.encode(*self.features(samples))
-        found = self._collapse(frames) if self._kind is Kind.CTC else self._transduce(frames)
-        return [Token(token, frame * self._seconds) for token, frame in found]
+        tokens = self._collapse(frames) if self._kind is Kind.CTC else self._transduce(frames)
+        return [Token(token, frame * self._seconds) for token, frame in tokens]
 
     def features(self, samples: np.ndarray | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the features [1, F, T] of a recording and the number of its frames [1].

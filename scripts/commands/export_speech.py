@@ -9,7 +9,7 @@ from coreml_delegate.scripts import arguments, checkpoints, console, quantizatio
 from coreml_delegate.scripts.arguments import check_outputs
 from coreml_delegate.scripts.commands import Command
 
-_SECONDS = 15.0
+SECONDS = 15.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,10 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds",
         type=_seconds,
-        default=_SECONDS,
+        default=SECONDS,
         metavar="S",
         help=f"length of the longest recording; every recording takes as long (default: "
-        f"{_SECONDS:g})",
+        f"{SECONDS:g})",
     )
     quantization_options.add_weight_modes(parser)
     arguments.add_allow_missing_kernels(parser)
@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     check_outputs([args.output, *tokenizer], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.export import quantize_weights
-        from coreml_delegate.llm.speech import FP32_MODULES, export_recognizer, load_recognizer
+        from coreml_delegate.llm.speech import export_recognizer, load_recognizer
+        from coreml_delegate.llm.speech_features import FP32_MODULES
         from coreml_delegate.partition.export import lower_methods
     with console.step("Loading the model"):
         recognizer = load_recognizer(

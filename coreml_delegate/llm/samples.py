@@ -72,7 +72,7 @@ def prepare_samples(encoder: Any) -> Reach:
 
 
 class NormWithoutPadding(nn.Module):
-    """A group norm with one group, of the results of a call's samples without padding.
+    """Group norm of the results of a call's samples, with a single group, without padding.
 
     (x - mean) / sqrt(variance + epsilon) * weight + bias
 

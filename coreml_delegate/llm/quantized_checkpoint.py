@@ -102,6 +102,21 @@ def is_quantized(weight: torch.Tensor) -> bool:
     return isinstance(weight, StoredWeight) and isinstance(weight.read, QuantizedSource)
 
 
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """The tensors of a checkpoint, in place of which a reader puts weights.
+
+    Attributes:
+        tensors: By name; changed.
+        quantization: ``quantization_config`` of the configuration.
+        files: The files of the tensors.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    quantization: Mapping[str, Any]
+    files: Iterable[Path]
+
+
 def decode(
     tensors: Tensors, quantization: Mapping[str, Any], files: Iterable[Path]
 ) -> dict[str, torch.Tensor]:
@@ -116,7 +131,8 @@ def decode(
         OptionError: The format is unknown, or a variant that is not supported.
     """
     require_format(quantization)
-    weights = _READERS[_method(quantization)](dict(tensors), quantization, files)
+    weights = dict(tensors)
+    _READERS[_method(quantization)](_Checkpoint(weights, quantization, files))
     decoded = [weight for name, weight in weights.items() if weight is not tensors.get(name)]
     warn_of_floats(len(decoded), decoded, "Core ML has no form for them")
     return weights
@@ -218,23 +234,20 @@ def _unsupported(what: str, got: object, expected: str) -> OptionError:
 # GPTQ
 
 
-def _read_gptq(
-    tensors: dict[str, torch.Tensor], quantization: Mapping[str, Any], files: Iterable[Path]
-) -> dict[str, torch.Tensor]:
+def _read_gptq(checkpoint: _Checkpoint) -> None:
     """Read ``qweight`` [I * bits / 32, O], ``qzeros`` [G, O * bits / 32], ``scales`` [G, O].
 
     ``g_idx`` [I] has the group of each input.
     """
-    del files
-    form, bits = quantization.get("checkpoint_format", "gptq"), int(quantization["bits"])
+    form = checkpoint.quantization.get("checkpoint_format", "gptq")
+    bits = int(checkpoint.quantization["bits"])
     if form not in _SHIFTS:
         raise _unsupported("a form of GPTQ", form, ", ".join(_SHIFTS))
-    for prefix, parts in _layers(tensors, "qweight"):
+    for prefix, parts in _layers(checkpoint.tensors, "qweight"):
         words, outputs = parts["qweight"].shape
         read = partial(_gptq_integers, parts, bits, _SHIFTS[form])
         shape = (outputs, words * _WORD // bits)
-        tensors[f"{prefix}weight"] = _stored(shape, read, parts.get("g_idx"))
-    return tensors
+        checkpoint.tensors[f"{prefix}weight"] = _stored(shape, read, parts.get("g_idx"))
 
 
 _SHIFTS = {"gptq": 1, "gptq_v2": 0}
@@ -250,19 +263,16 @@ def _gptq_integers(parts: Tensors, bits: int, shift: int) -> GroupedIntegers:
 # AWQ
 
 
-def _read_awq(
-    tensors: dict[str, torch.Tensor], quantization: Mapping[str, Any], files: Iterable[Path]
-) -> dict[str, torch.Tensor]:
+def _read_awq(checkpoint: _Checkpoint) -> None:
     """Read ``qweight`` [I, O / 8], ``qzeros`` [G, O / 8] and ``scales`` [G, O]."""
-    del files
-    version, bits = quantization.get("version", "gemm"), quantization.get("bits", 4)
+    version = checkpoint.quantization.get("version", "gemm")
+    bits = checkpoint.quantization.get("bits", 4)
     if str(version).lower() != "gemm" or bits != 4:
         raise _unsupported("a form of AWQ", f"{version} with {bits} bits", "gemm with 4 bits")
-    for prefix, parts in _layers(tensors, "qweight"):
+    for prefix, parts in _layers(checkpoint.tensors, "qweight"):
         inputs, words = parts["qweight"].shape
         read = partial(_awq_integers, parts)
-        tensors[f"{prefix}weight"] = _stored((words * len(_AWQ_ORDER), inputs), read)
-    return tensors
+        checkpoint.tensors[f"{prefix}weight"] = _stored((words * len(_AWQ_ORDER), inputs), read)
 
 
 def _awq_integers(parts: Tensors) -> GroupedIntegers:
@@ -279,34 +289,35 @@ _AWQ_POSITIONS = [_AWQ_ORDER.index(column) for column in range(len(_AWQ_ORDER))]
 # compressed-tensors
 
 
-def _read_compressed_tensors(
-    tensors: dict[str, torch.Tensor], quantization: Mapping[str, Any], files: Iterable[Path]
-) -> dict[str, torch.Tensor]:
+def _read_compressed_tensors(checkpoint: _Checkpoint) -> None:
     """Read ``weight_packed`` with integers in words, or ``weight`` with a number in each byte.
 
     Both have ``weight_scale``. Activations stay in float.
     """
-    del files
-    groups = [group for group in quantization.get("config_groups", {}).values() if group["weights"]]
-    bits = {int(group["weights"]["num_bits"]) for group in groups}
+    form = checkpoint.quantization.get("format")
+    groups = checkpoint.quantization.get("config_groups", {}).values()
+    weights = [group["weights"] for group in groups if group.get("weights")]
+    bits = {int(arguments["num_bits"]) for arguments in weights}
+    kinds = {arguments.get("type", "int") for arguments in weights}
     if any(group.get("input_activations") for group in groups):
         _logger.warning("activations, which the checkpoint quantizes too, stay in floating point")
-    is_float = any(group["weights"].get("type") == "float" for group in groups)
-    for prefix, parts in _layers(tensors, "weight_packed"):
+    if len(kinds) > 1:
+        raise _unsupported("a form of compressed-tensors", f"{form} of several types", _FORMS)
+    is_float = kinds == {"float"}
+    for prefix, parts in _layers(checkpoint.tensors, "weight_packed"):
         if is_float or "weight_shape" not in parts:
-            raise _unsupported("a form of compressed-tensors", quantization.get("format"), _FORMS)
+            raise _unsupported("a form of compressed-tensors", form, _FORMS)
         shape = [int(size) for size in parts["weight_shape"]]
         read = partial(_packed_integers, parts, _width(parts["weight_packed"], shape[1], bits))
         order = parts.get("weight_g_idx")
-        tensors[f"{prefix}weight"] = _stored(shape, read, order)
-    for prefix, parts in _layers(tensors, "weight_scale"):
+        checkpoint.tensors[f"{prefix}weight"] = _stored(shape, read, order)
+    for prefix, parts in _layers(checkpoint.tensors, "weight_scale"):
         weight = parts["weight"]
-        tensors[f"{prefix}weight"] = (
+        checkpoint.tensors[f"{prefix}weight"] = (
             StoredWeight(partial(_scaled, parts), weight.shape)
             if is_float
             else _stored(weight.shape, partial(_byte_integers, parts))
         )
-    return tensors
 
 
 _FORMS = "pack-quantized, int-quantized or float-quantized"
@@ -359,13 +370,10 @@ def _scaled(parts: Tensors) -> torch.Tensor:
 # torchao
 
 
-def _read_torchao(
-    tensors: dict[str, torch.Tensor], quantization: Mapping[str, Any], files: Iterable[Path]
-) -> dict[str, torch.Tensor]:
+def _read_torchao(checkpoint: _Checkpoint) -> None:
     """Read the tensors that torchao has split; the metadata of their files describes them."""
-    del quantization
     metadata: dict[str, str] = {}
-    for path in files:
+    for path in checkpoint.files:
         with safe_open(path, framework="pt") as file:
             metadata |= file.metadata() or {}
     for name in json.loads(metadata.get("tensor_names", "[]")):
@@ -374,16 +382,15 @@ def _read_torchao(
         if kind == torch.Tensor.__name__:
             continue
         names = [f"{module}._{weight}_{part}" for part in description["_tensor_data_names"]]
-        parts = {part: tensors.pop(part) for part in names}
+        parts = {part: checkpoint.tensors.pop(part) for part in names}
         read = partial(_restored, name, metadata[name], parts)
         if kind in _INTEGERS_OF_TORCHAO:
             shape = parts[f"{module}._{weight}_qdata"].shape
-            tensors[name] = _stored(shape, partial(_integers_of, read))
+            checkpoint.tensors[name] = _stored(shape, partial(_integers_of, read))
         elif hasattr(read(), "dequantize"):
-            tensors[name] = StoredWeight(partial(_dequantized, read), read().shape)
+            checkpoint.tensors[name] = StoredWeight(partial(_dequantized, read), read().shape)
         else:
             raise _unsupported("a tensor of torchao", kind, ", ".join(_INTEGERS_OF_TORCHAO))
-    return tensors
 
 
 _INTEGERS_OF_TORCHAO = ("IntxUnpackedToInt8Tensor", "Int8Tensor")
@@ -424,31 +431,25 @@ def _integers_of(read: Callable[[], Any]) -> GroupedIntegers:
 # Floats of 8 and 4 bits
 
 
-def _read_fp8(
-    tensors: dict[str, torch.Tensor], quantization: Mapping[str, Any], files: Iterable[Path]
-) -> dict[str, torch.Tensor]:
+def _read_fp8(checkpoint: _Checkpoint) -> None:
     """Read ``weight`` in fp8, with factors for blocks in ``weight_scale_inv``."""
-    del files
-    if quantization.get("activation_scheme", "dynamic") != "dynamic":
-        raise _unsupported("a form of fp8", quantization["activation_scheme"], "dynamic")
-    for prefix, parts in _layers(tensors, "weight_scale_inv"):
+    if checkpoint.quantization.get("activation_scheme", "dynamic") != "dynamic":
+        raise _unsupported("a form of fp8", checkpoint.quantization["activation_scheme"], "dynamic")
+    for prefix, parts in _layers(checkpoint.tensors, "weight_scale_inv"):
         values = {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}
-        tensors[f"{prefix}weight"] = StoredWeight(partial(_scaled, values), values["weight"].shape)
-    return tensors
+        checkpoint.tensors[f"{prefix}weight"] = StoredWeight(
+            partial(_scaled, values), values["weight"].shape
+        )
 
 
-def _read_mxfp4(
-    tensors: dict[str, torch.Tensor], quantization: Mapping[str, Any], files: Iterable[Path]
-) -> dict[str, torch.Tensor]:
+def _read_mxfp4(checkpoint: _Checkpoint) -> None:
     """Read the experts' ``_blocks`` [E, O, G, 16] and ``_scales`` [E, O, G], both in bytes."""
-    del quantization, files
-    for name in [name for name in tensors if name.endswith("_blocks")]:
-        blocks, weight = tensors.pop(name), name.removesuffix("_blocks")
-        scales = tensors.pop(f"{weight}_scales")
+    for name in [name for name in checkpoint.tensors if name.endswith("_blocks")]:
+        blocks, weight = checkpoint.tensors.pop(name), name.removesuffix("_blocks")
+        scales = checkpoint.tensors.pop(f"{weight}_scales")
         experts, outputs, groups, size = blocks.shape
         shape = torch.Size((experts, 2 * groups * size, outputs))
-        tensors[weight] = StoredWeight(partial(_mxfp4_experts, blocks, scales), shape)
-    return tensors
+        checkpoint.tensors[weight] = StoredWeight(partial(_mxfp4_experts, blocks, scales), shape)
 
 
 def _mxfp4_experts(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -458,7 +459,7 @@ def _mxfp4_experts(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return convert_moe_packed_tensors(*parts, dtype=torch.float32)
 
 
-_READERS: Mapping[str, Callable[..., dict[str, torch.Tensor]]] = {
+_READERS: Mapping[str, Callable[[_Checkpoint], None]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "compressed-tensors": _read_compressed_tensors,

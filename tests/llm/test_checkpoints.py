@@ -74,7 +74,7 @@ def test_half_precision_is_read_as_fp32(tmp_path):
     [
         ({"model_type": "llamoid"}, "architecture that is not supported: got model_type 'llamoid'"),
         ({"model_type": "vit"}, "got model_type 'vit', expected a causal language model"),
-        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized in a format that is not supported"),
         ({"vocab_size": "97"}, "transformers cannot read .*config.json: got Strict"),
     ],
 )

@@ -289,6 +289,16 @@ def test_programs_have_the_checkpoints_integers(name, tmp_path):
         ([4], r"got quant_method \[4\]"),
         ({"quant_method": "awq", "version": "gemv"}, "got gemv with 4 bits, expected gemm with 4"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "got marlin"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "mixed-precision",
+                "config_groups": {
+                    kind: {"weights": {"num_bits": 8, "type": kind}} for kind in ("int", "float")
+                },
+            },
+            "got mixed-precision of several types",
+        ),
     ],
 )
 def test_other_formats_are_refused(quantization, message, tmp_path):

@@ -361,7 +361,8 @@ def test_an_interrupt_ends_generation(folder, config):
 
 def test_a_gguf_file_is_exported_with_its_tokenizer(tmp_path, capsys):
     checkpoint, output = tmp_path / "llama.gguf", tmp_path / "model.pte"
-    model = tiny_model("llama", vocab_size=TOKENS, hidden_size=64, intermediate_size=64)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = tiny_model("llama", vocab_size=TOKENS, **sizes)
     write_gguf(checkpoint, model, "Q4_0")
     options = ["--precision", "float32", "--json"]
     assert main(["export-llm", str(checkpoint), "-o", str(output), *options]) == 0
@@ -377,12 +378,12 @@ def test_a_gguf_file_is_exported_with_its_tokenizer(tmp_path, capsys):
         expected = reference(torch.tensor([tokens])).logits[0, -1]
     capsys.readouterr()
     atol, rtol = logits_bounds(expected)
-    for engine in ("openvino", "reference"):
-        actual = Generator.load(output, engine=engine).feed(tokens)
-        torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+    actual = Generator.load(output, engine="openvino").feed(tokens)
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
     assert output.stat().st_size < 3 * sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_the_form_for_the_neural_engine_says_what_becomes_of_quantized_weights(tmp_path, capsys):
     checkpoint, output = tmp_path / "llama.gguf", tmp_path / "model.pte"
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}

@@ -210,6 +210,17 @@ def test_prompts_that_do_not_fit_their_images_are_refused(
 
 
 @pytest.mark.slow
+def test_a_chunk_of_executorchs_runner_has_a_whole_image(tmp_path, capsys):
+    config, output = tmp_path / "llava.json", tmp_path / "model.pte"
+    config.write_text(json.dumps(configuration("llava", layers=1, **BYTES)))
+    command = ["export-llm", "--random", str(config), "-o", str(output), "--layout", "standard"]
+    assert main(command) == 0
+    assert "chunk           16 tokens a call" in capsys.readouterr().out
+    assert main([*command, "--force", "--prefill-chunk", "8"]) == 1
+    assert "got 8 tokens, expected at least 16" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_files_that_are_no_images_are_refused(program, capsys):
     assert generate(program, "<image>", "--image", program) == 1
     assert "cannot read the image" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def _check_features(program: bytes) -> None:
     [
         ("llama", CacheKind.BUFFER),
         pytest.param("lfm2", CacheKind.IO, marks=pytest.mark.slow),
-        ("whisper", CacheKind.STATE),
+        pytest.param("whisper", CacheKind.STATE, marks=pytest.mark.slow),
         pytest.param("t5", CacheKind.IO, marks=pytest.mark.slow),
         pytest.param("whisper", CacheKind.BUFFER, marks=pytest.mark.slow),
         pytest.param("mamba2", CacheKind.BUFFER, marks=pytest.mark.slow),

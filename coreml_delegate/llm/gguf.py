@@ -96,12 +96,15 @@ def gguf_tokenizer(path: Path) -> bytes:
     Raises:
         OptionError: ``transformers`` cannot read it.
     """
+    vocabulary = read_gguf_config(path).get_text_config(decoder=True).vocab_size
     with wrap_errors(f"transformers cannot read the tokenizer of {path}"):
         tokenizer = transformers().AutoTokenizer.from_pretrained(
             path.parent, gguf_file=path.name, local_files_only=True
         )
-        # Through JSON, because the library's text escapes nothing.
-        return json.dumps(json.loads(tokenizer.backend_tokenizer.to_str()), indent=1).encode()
+        document = json.loads(tokenizer.backend_tokenizer.to_str())
+    # transformers adds the end token of GPT-2 to tokenizers of bytes, behind those of the file.
+    document["added_tokens"] = [t for t in document["added_tokens"] if t["id"] < vocabulary]
+    return json.dumps(document, indent=1).encode()
 
 
 def _keep_blocks(path: Path, model: nn.Module) -> None:

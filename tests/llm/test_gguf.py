@@ -54,6 +54,7 @@ def test_the_tokenizer_and_the_end_of_text_are_the_files(tmp_path):
     tokens = tokenizer.encode("He sees a fish.", add_special_tokens=False).ids
     assert (tokens[0], len(tokens)) == (TOKENS - 1, len("He sees a fish.") - 1)
     assert tokenizer.decode(tokens) == "He sees a fish."
+    assert tokenizer.get_vocab_size() == TOKENS  # without a token that only transformers has
     assert end_tokens(read_config(path), path) == (2,)
 
 

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 
 
-def add_checkpoint(parser: argparse.ArgumentParser, libraries: str, others: str = "") -> None:
+def add_checkpoint(parser: argparse.ArgumentParser, libraries: str, alternatives: str = "") -> None:
     """Declare the checkpoint, ``--random``, ``--seed`` and ``--output``.
 
     Args:
         parser: The parser of the command.
         libraries: Libraries that save such checkpoints, with a verb.
-        others: Checkpoints that are no folders, after a comma.
+        alternatives: Checkpoints that are no folders, after a comma.
     """
     parser.add_argument(
         "checkpoint",
         type=Path,
         metavar="CHECKPOINT",
         nargs="?",
-        help=f"folder with a config.json and *.safetensors, as {libraries}{others}",
+        help=f"folder with a config.json and *.safetensors, as {libraries}{alternatives}",
     )
     parser.add_argument(
         "--random",

@@ -290,8 +290,8 @@ def _decoder(
         return VisionDecoder(model, **options)
     quantized = count_quantized(model.parameters())
     decoder = kind(model, **options)
-    kept = decoder.parameters() if kind is Decoder else ()  # other forms have their own modes
-    warn_of_floats(quantized, kept, "the form of the layers changes them")
+    weights = decoder.parameters() if kind is Decoder else ()  # other forms have their own modes
+    warn_of_floats(quantized, weights, "the form of the layers changes them")
     return decoder
 
 

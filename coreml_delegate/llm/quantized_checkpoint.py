@@ -104,7 +104,7 @@ def is_quantized(weight: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """The tensors of a checkpoint, in place of which a reader puts weights.
+    """A checkpoint whose tensors a reader replaces by weights.
 
     Attributes:
         tensors: By name; changed.
@@ -251,7 +251,7 @@ def _read_gptq(checkpoint: _Checkpoint) -> None:
 
 
 _SHIFTS = {"gptq": 1, "gptq_v2": 0}
-"""What the zero points of a form lack."""
+"""Difference of zero points to the stored ones, by form."""
 
 
 def _gptq_integers(parts: Tensors, bits: int, shift: int) -> GroupedIntegers:

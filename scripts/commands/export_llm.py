@@ -285,8 +285,8 @@ def _model(
     needs_methods = selection is not None or image is not None
     standard, cache = _form(args, needs_methods=needs_methods)
     # ExecuTorch's runner passes an image in one call.
-    whole = image.positions if standard and image is not None else decoder.least_chunk
-    chunk = min(args.prefill_chunk or max(_CHUNK[cache], whole), context)
+    least = image.positions if standard and image is not None else decoder.least_chunk
+    chunk = min(args.prefill_chunk or max(_CHUNK[cache], least), context)
     if standard and image is not None and chunk < image.positions:
         raise OptionError(
             "ExecuTorch's runner passes an image in one call, which is longer than a chunk",

@@ -138,7 +138,7 @@ def test_features_are_those_of_transformers(host, engine):
 
 
 def test_a_single_frame_has_features_of_zero():
-    """Those of transformers are nan: it divides by the number of frames less one."""
+    """Features of transformers are nan: it divides by the number of frames less one."""
     transcribe = Transcriber(loaded("tdt"))
     actual, length = transcribe.features(recording(170))
     assert length.tolist() == [1]

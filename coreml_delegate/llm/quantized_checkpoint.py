@@ -208,16 +208,18 @@ def _stored(
     Args:
         shape: Its shape.
         read: Returns its integers.
-        order: Group of each input [I]; None if groups are neighbouring inputs.
+        order: Group of each input [I]; None if groups are equally many neighbouring inputs.
     """
     size = torch.Size(shape)
-    if order is not None and not bool((order[1:] >= order[:-1]).all()):
-        return StoredWeight(partial(_reordered, read, order.to(torch.int64)), size)
+    if order is not None:
+        order, inputs = order.to(torch.int64), size[1]
+        if not torch.equal(order, torch.arange(inputs) * (int(order.max()) + 1) // inputs):
+            return StoredWeight(partial(_reordered, read, order), size)
     return StoredWeight(QuantizedSource(read), size)
 
 
 def _reordered(read: Callable[[], GroupedIntegers], order: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose groups are not of neighbouring inputs."""
+    """Return a matrix whose groups are of any inputs."""
     grouped = read()
     values = grouped.integers.to(torch.float32)
     if grouped.zero_point is not None:
@@ -354,7 +356,11 @@ def _byte_integers(parts: Tensors) -> GroupedIntegers:
 def _scale(parts: Tensors, outputs: int) -> torch.Tensor:
     """Return the scales [O, G] of ``outputs`` rows; a single scale is for all rows."""
     scale = in_memory(parts["weight_scale"])
-    return scale.reshape(-1, scale.shape[-1] if scale.dim() > 1 else 1).expand(outputs, -1)
+    return (
+        scale.reshape(-1, scale.shape[-1] if scale.dim() > 1 else 1)
+        .expand(outputs, -1)
+        .contiguous()
+    )
 
 
 def _scaled(parts: Tensors) -> torch.Tensor:
@@ -467,8 +473,6 @@ _READERS: Mapping[str, Callable[[_Checkpoint], None]] = {
     "fp8": _read_fp8,
     "mxfp4": _read_mxfp4,
 }
-FORMATS = tuple(_READERS)
-"""Each ``quant_method`` that is supported."""
 
 
 def _centred(

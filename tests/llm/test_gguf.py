@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.checkpoints import tiny_model
 from support.gguf_files import TOKENS, write_gguf
+from support.tolerances import ATOL_RTOL_DEQUANTIZED
 from tokenizers import Tokenizer
 
 from coreml_delegate.errors import OptionError
@@ -36,8 +37,9 @@ def test_weights_are_those_of_transformers(kind, tmp_path, caplog):
     )
     model = load_model(path, read_config(config_file(path)))
     weights = dict(model.named_parameters())
+    atol, rtol = ATOL_RTOL_DEQUANTIZED
     for name, weight in expected.named_parameters():
-        torch.testing.assert_close(in_memory(weights[name]), weight, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(in_memory(weights[name]), weight, atol=atol, rtol=rtol)
         integers = kept_quantization(weights[name])
         if kind not in BITS or weight.dim() < 2:
             assert integers is None

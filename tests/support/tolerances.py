@@ -126,3 +126,6 @@ PERPLEXITY_INT4 = 0.05
 # Expressions of a few ops that fp16 would lose, guarded: results round to 11 bits, worth 66 dB, and
 # so do operands that are results of layers.
 SQNR_FP16_GUARDED = 40.0
+
+ATOL_RTOL_DEQUANTIZED = (1e-7, 1e-6)
+"""Of weights computed from integers, scales and zero points: the order of fp32 operations."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from coreml_delegate.errors import BlobFormatError, OptionError, ProgramError
+from coreml_delegate.formats.added_steps import AddedSteps
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.options.engine_options import EngineOptions, Precision
 from coreml_delegate.runtime.delegate import CoreMLDelegate, delegate_names, load_blob
@@ -177,6 +178,14 @@ class LoadedProgram(abc.ABC):
         """Return copies of the states of its Core ML models, by name."""
         return {}
 
+    def model_inputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the inputs of the model in PyTorch that belong to inputs of the program.
+
+        Args:
+            inputs: The program's inputs, flattened; an ``.mlpackage`` may normalize images.
+        """
+        return list(inputs)
+
     def expected(self, results: Sequence[object], inputs: Sequence[object]) -> list[Output]:
         """Return the expected outputs, in order, from a run of the model in PyTorch.
 
@@ -224,11 +233,34 @@ class LoadedModel(LoadedProgram):
         self.inputs = tuple(map(Input.of_feature, features))
         self.classifiers = model.classifiers
         self.execution = Execution.of_models([model] if is_model else model.models, options)
+        self._added = AddedSteps.read(model.program.metadata) if is_model else AddedSteps()
 
     def run(self, inputs: Sequence[Any]) -> dict[str, Output]:
         """Run once; see ``LoadedProgram``."""
         results = self._model.compute(self._arrays(inputs), self._state)
         return {name: torch.from_numpy(array) for name, array in results.items()}
+
+    def model_inputs(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the normalized images, and other inputs as they are; see ``LoadedProgram``."""
+        names = iter(input_.name for input_ in self.inputs)
+        return [
+            _normalized(value, self._added.images.get(next(names)))
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in inputs
+        ]
+
+    def expected(self, results: Sequence[object], inputs: Sequence[object]) -> list[Output]:
+        """Return the expected outputs with the softmax that the export added."""
+        values = super().expected(results, inputs)
+        names = [feature.name for feature in self._model.outputs]
+        by_name = dict(zip(self._added.outputs or names, values, strict=False))
+        if len(values) != len(names) or by_name.keys() != set(names):
+            return values  # as the model has other outputs, nothing is compared
+        for name in self._added.softmax:
+            scores = by_name[name]
+            by_name[name] = None if scores is None else torch.softmax(scores.float(), dim=-1)
+        return [by_name[name] for name in names]
 
     def states(self) -> Snapshot:
         """Return copies of the states; see ``LoadedProgram``."""
@@ -250,6 +282,21 @@ class LoadedModel(LoadedProgram):
     def _arrays(self, inputs: Sequence[Any]) -> dict[str, np.ndarray]:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         return {i.name: tensor.numpy() for i, tensor in zip(self.inputs, tensors, strict=True)}
+
+
+def _normalized(
+    pixels: torch.Tensor, factors: tuple[Sequence[float], Sequence[float]] | None
+) -> torch.Tensor:
+    """Return ``scale * pixels + bias`` in the dtype of the pixels.
+
+    Args:
+        pixels: [N, C, H, W].
+        factors: Scale and bias, each one number or one for each channel; None for the pixels.
+    """
+    if factors is None:
+        return pixels
+    scale, bias = (torch.tensor(values).reshape(-1, 1, 1) for values in factors)
+    return (pixels.float() * scale + bias).to(pixels.dtype)
 
 
 class _LoadedMethod(LoadedProgram):

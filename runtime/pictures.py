@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from coreml_delegate.errors import InputError
+from coreml_delegate.formats.added_steps import BRIGHTEST
 from coreml_delegate.runtime.engines.input_shapes import check_shape
 from coreml_delegate.runtime.mil.program import ColorSpace, Feature
 from coreml_delegate.runtime.snapshots import Array
@@ -25,9 +26,6 @@ MODES = {
     ColorSpace.GRAYSCALE_FLOAT16: "F",
 }
 """Color space of an image feature -> Pillow's mode."""
-
-BRIGHTEST = 255
-"""The largest value of an 8-bit pixel."""
 
 
 def is_picture(value: object) -> bool:

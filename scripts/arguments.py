@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.formats.files import new_file
+from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.files import new_file, new_folder
+from coreml_delegate.formats.mlpackage import SUFFIX, empty_folders
 from coreml_delegate.options.checks import values_of
 from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.options.declaration import Argument, Option, options_of
@@ -349,7 +351,7 @@ def check_outputs(paths: Iterable[Path | None], *, force: bool) -> None:
     for path in paths:
         if path is None:
             continue
-        check_output(path, force=force)
+        check_output(path, force=force, is_folder=path.suffix == SUFFIX)
         if path.resolve() in seen:
             raise OptionError("two outputs are the same file", got=str(path))
         seen.add(path.resolve())
@@ -371,6 +373,25 @@ def new_output(path: Path, *, force: bool) -> Generator[BinaryIO]:
         yield file
         interruption.check()
         check_output(path, force=force)
+
+
+@contextmanager
+def new_package(files: Mapping[str, Buffer], path: Path, *, force: bool) -> Generator[None]:
+    """Write an ``.mlpackage`` that appears when the block ends without an exception.
+
+    Args:
+        files: Content by path in the package.
+        path: The user's output path.
+        force: Replace a package that is already there, even if it came after the first check.
+
+    Raises:
+        OptionError: See ``check_output``.
+    """
+    check_output(path, force=force, is_folder=True)
+    with new_folder(files, path, folders=empty_folders(files), overwrite=True):
+        yield
+        interruption.check()
+        check_output(path, force=force, is_folder=True)
 
 
 def integer(what: str, low: int, high: int = _LARGEST) -> Callable[[str], int]:

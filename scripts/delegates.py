@@ -10,7 +10,7 @@ from typing import Any
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.formats.blob import BlobReference, Buffer, unflatten
 from coreml_delegate.formats.blob_layout import debug_info_in, models_in
-from coreml_delegate.formats.mlpackage import empty_folders
+from coreml_delegate.formats.mlpackage import SUFFIX, empty_folders
 from coreml_delegate.runtime.delegate import delegate_names, resolve
 from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID
 from coreml_delegate.runtime.program.plan import DelegateInfo, MethodInfo
@@ -50,7 +50,7 @@ class BlobModel:
     @property
     def empty_folders(self) -> list[str]:
         """Folders without files that the manifest of an mlpackage lists; Core ML needs them."""
-        return empty_folders(self.files) if self.suffix == ".mlpackage" else []
+        return empty_folders(self.files) if self.suffix == SUFFIX else []
 
 
 def open_pte(path: Path, data: Sequence[Path] = ()) -> PteProgram:

@@ -32,7 +32,7 @@ def compare(
     for sample in samples:
         actual = program.run(copy_inputs(sample.leaves))
         with Int32Watch() as watch:
-            outcome = source.execute(sample.leaves)
+            outcome = source.execute(program.model_inputs(sample.leaves))
         expected = program.expected(outcome.results, outcome.inputs)
         if len(actual) != len(expected):
             raise ProgramError(

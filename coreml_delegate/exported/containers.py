@@ -17,8 +17,9 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
-from coreml_delegate.exported.value_names import Path, usual_keys
+from coreml_delegate.exported.value_names import Path, input_name, usual_keys
 from coreml_delegate.patches.torch import name_container, pytree
 
 _CACHES = "transformers.cache_utils"
@@ -102,4 +103,18 @@ def paths_of(spec: pytree.TreeSpec) -> list[Path]:
         (key, *inner)
         for key, child in zip(keys, spec.children(), strict=True)
         for inner in paths_of(child)
+    ]
+
+
+def input_names_of(program: ExportedProgram) -> list[str]:
+    """Return the names of a program's inputs, in order: paths in the arguments of ``forward``."""
+    signature = program.module_call_graph[0].signature
+    parameters = None if signature is None else signature.forward_arg_names
+    if signature is None or parameters is None:  # of an exporter before torch 2.6
+        return [str(name) for name in program.graph_signature.user_inputs]
+    arguments = [child for group in signature.in_spec.children() for child in group.children()]
+    return [
+        input_name((name, *path))
+        for name, argument in zip(parameters, arguments, strict=True)
+        for path in paths_of(argument)
     ]

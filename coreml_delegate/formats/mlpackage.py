@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from coreml_delegate.errors import BlobFormatError, ProgramError
 from coreml_delegate.formats.blob import Buffer, Content
 
+SUFFIX = ".mlpackage"
 MANIFEST = "Manifest.json"
 WEIGHTS = "weights"
 """Folder of the weight files, beside the specification."""

@@ -15,11 +15,14 @@ from numpy.typing import NDArray
 from coreml_delegate.errors import GraphError, InputError, OptionError
 from coreml_delegate.formats.blob_layout import PACKAGE, in_folder
 from coreml_delegate.formats.files import new_file, new_folder
+from coreml_delegate.formats.mlpackage import SUFFIX
 from coreml_delegate.graph.compose import MOST_AXES, from_storage, to_storage
 from coreml_delegate.graph.mil_program import Package
 from coreml_delegate.graph.pte import delegate_program
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, TensorType, linear
+from coreml_delegate.lowering.interface import declare_interface
 from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.model_interface import ModelInterface
 from coreml_delegate.options.partitioner_options import MIN_SQNR_DB
 from coreml_delegate.runtime import EngineOptions, Model
 from coreml_delegate.runtime.engines.base import State
@@ -279,23 +282,25 @@ class Executable:
             inputs[name] = array.astype(np.int32) if type.dtype is DType.BOOL else array
         return inputs, sizes
 
-    def save(self, path: Path | str) -> None:
+    def save(self, path: Path | str, interface: ModelInterface | None = None) -> None:
         """Write the model, and replace an existing file. Equal graphs give equal bytes.
 
         Args:
             path: A ``.mlpackage``, or a ``.pte`` whose method ``forward`` is one Core ML delegate;
                 see ``graph.pte``.
+            interface: Of an ``.mlpackage``: other names, images, labels and a description.
 
         Raises:
-            OptionError: Another suffix.
+            OptionError: Another suffix, or the interface does not fit the graph.
             LoweringError: See ``graph.pte.delegate_program``.
             OSError: The file cannot be written; an existing file stays unchanged.
         """
         path = Path(path)
-        if path.suffix == ".mlpackage":
-            with new_folder(self.files, path, overwrite=True):
+        if path.suffix == SUFFIX:
+            files = self.files if interface is None else declare_interface(self.files, interface)
+            with new_folder(files, path, overwrite=True):
                 return
-        if path.suffix != ".pte":
+        if path.suffix != ".pte" or interface is not None:
             raise OptionError("unknown kind of file", got=str(path), expected=".mlpackage or .pte")
         model = in_folder(PACKAGE, dict(self.files))
         data = delegate_program(

@@ -22,6 +22,7 @@ from coreml_delegate.graph import (
 )
 from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.options.declaration import checked
+from coreml_delegate.options.model_interface import ModelInterface
 from coreml_delegate.options.partitioner_options import MIN_SQNR_DB, PartitionerKeywords
 from coreml_delegate.runtime import AUTO, EngineOptions
 from coreml_delegate.runtime.engines.base import State
@@ -110,9 +111,9 @@ class Program:
         inputs = [_in_model_types(sample, self._bfloat16) for sample in samples]
         return self.executable.measure_precision(inputs, min_sqnr_db)
 
-    def save(self, path: Path | str) -> None:
+    def save(self, path: Path | str, interface: ModelInterface | None = None) -> None:
         """Write the model as an ``.mlpackage`` or ``.pte``; see ``Executable.save``."""
-        self.executable.save(path)
+        self.executable.save(path, interface)
 
     def __repr__(self) -> str:
         return f"<Program{self.executable.signature}>"

@@ -113,9 +113,10 @@ def _image(message: Any, declared: ValueType) -> Feature:
         if image.WhichOneof("SizeFlexibility") == "imageSizeRange"
         else ()
     )
+    default = TensorType(declared.dtype, (*leading, image.height, image.width))
     return Feature(
         name=message.name,
-        type=declared,
+        type=default if None in declared.shape else declared,
         shapes=tuple((*leading, s.height, s.width) for s in image.enumeratedSizes.sizes),
         bounds=(
             *((size, size) for size in leading if ranges),

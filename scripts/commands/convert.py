@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.formats.mlpackage import SUFFIX
 from coreml_delegate.options.compile_options import CompileOptions, Precision
 from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.scripts import (
@@ -18,8 +19,15 @@ from coreml_delegate.scripts import (
     quantization_options,
 )
 from coreml_delegate.scripts.commands import Command, add_path
+from coreml_delegate.scripts.model_packages import (
+    PROGRAM_SUFFIX,
+    add_interface,
+    check_suffix,
+    interface_of,
+    is_package,
+)
 
-_SUFFIXES = (".mlpackage", ".pte")
+_SUFFIXES = (SUFFIX, PROGRAM_SUFFIX)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep an input as a state, replaced by an output after each run: name or position "
         "of the input, position of the output; repeatable",
     )
+    add_interface(parser)
     arguments.add_force(parser)
     arguments.add_json(parser)
 
@@ -68,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     output: Path = args.output
     _check_output(output, force=args.force)
+    interface = interface_of(args, output)
     with console.step("Importing coremltools and JAX"):
         from coreml_delegate import stablehlo
         from coreml_delegate.scripts.stablehlo_files import is_stablehlo
@@ -93,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         measure = partial(program.measure_precision, samples)
         report = precision_measuring.measured(measure, args.min_sqnr)
     interruption.check()
-    program.save(output)
+    program.save(output, interface if is_package(output) else None)
     summary: dict[str, Any] = {
         "file": str(output),
         "inputs": {name: str(type) for name, type in program.parameters.items()},
@@ -164,9 +174,8 @@ def _state(text: str) -> tuple[str | int, int]:
 
 
 def _check_output(path: Path, *, force: bool) -> None:
-    if path.suffix not in _SUFFIXES:
-        raise OptionError("unknown kind of output", got=str(path), expected=" or ".join(_SUFFIXES))
-    arguments.check_output(path, force=force, is_folder=path.suffix == ".mlpackage")
+    check_suffix(path, _SUFFIXES)
+    arguments.check_output(path, force=force, is_folder=is_package(path))
 
 
 COMMAND = Command(

@@ -1,4 +1,7 @@
-"""``coreml-delegate export``: from a PyTorch model to a ``.pte`` with Core ML delegates."""
+"""``coreml-delegate export``: from a PyTorch model to a ``.pte`` with Core ML delegates.
+
+Or to an ``.mlpackage``, which is the whole model.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +15,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import LoweringError
+from coreml_delegate.formats.mlpackage import SUFFIX
 from coreml_delegate.options.compile_options import CompileOptions, Precision
 from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.patches.third_party import quiet_import, wrap_errors
 from coreml_delegate.scripts import (
     arguments,
     console,
+    model_packages,
     precision_measuring,
     quantization_options,
 )
-from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_outputs, new_output
+from coreml_delegate.scripts.arguments import (
+    BUNDLE_SUFFIX,
+    check_outputs,
+    new_output,
+    new_package,
+)
 from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.inputs import flexible_shapes
 
 if TYPE_CHECKING:
     from coreml_delegate.exported.source_model import Outcome, SourceModel
+    from coreml_delegate.formats.blob import Buffer
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
     from coreml_delegate.quantization import QuantizationAssignment
     from coreml_delegate.runtime.program.plan import MethodInfo
     from coreml_delegate.scripts.quantization_options import QuantizationSummary
 
 _PAGE = ".html"
+_OTHER_MODELS = frozenset({".mlmodel", ".mlmodelc"})
 _FORMS: Mapping[str, Callable[[DelegationReport], str]] = {
     _PAGE: lambda report: report.to_html(),
     ".json": lambda report: f"{report.to_json()}\n",
@@ -47,8 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         "--output",
         type=Path,
-        metavar="FILE.pte",
-        help="program to write, required without --dry-run",
+        metavar="FILE",
+        help="program to write, required without --dry-run: a .pte, or an .mlpackage of the whole "
+        "model, for apps without ExecuTorch",
     )
     parser.add_argument(
         "--dry-run",
@@ -74,6 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_options(parser.add_argument_group("what to delegate"), PartitionerKeywords)
     flexible_shapes.add_flexible_shapes(parser)
     quantization_options.add_quantization(parser)
+    model_packages.add_interface(parser)
     arguments.add_report(parser, _FORMS, what="the delegation report")
     arguments.add_force(parser)
     arguments.add_json(parser)
@@ -83,10 +97,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     output = _check_outputs(args)
+    interface = model_packages.interface_of(args, args.output)
+    is_package = model_packages.is_package(output)
     assignment = quantization_options.assignment_of(args)
     quantization_options.check(args, assignment)
     with console.step("Importing ExecuTorch and coremltools"):
         from coreml_delegate.partition.export import export_model, lower_methods, plan
+        from coreml_delegate.partition.package import (
+            example_inputs,
+            naming_the_remedy,
+            package_files,
+        )
         from coreml_delegate.scripts.inputs.source import load_source
     _ = _partitioner(args, assignment)  # checks the options before the model is loaded
     with console.step(f"Loading {args.source}"):
@@ -100,8 +121,10 @@ def run(args: argparse.Namespace) -> int:
     partitioner = _partitioner(args, assignment, source)
     with console.step("Exporting with torch.export"):
         exported = export_model(source)
+    inputs = example_inputs(exported, source.leaves)
     program: Any = None
-    with console.step("Planning" if output is None else "Lowering to Core ML"):
+    remedy = naming_the_remedy() if is_package else nullcontext()
+    with console.step("Planning" if output is None else "Lowering to Core ML"), remedy:
         if output is None:
             report = plan(exported, partitioner)
         else:
@@ -114,7 +137,10 @@ def run(args: argparse.Namespace) -> int:
     if program is not None and args.precision is Precision.FLOAT16 and not args.no_verify:
         samples = flexible_shapes.samples_of_shapes(source, args.enumerated_shapes, args.seed)
         report = _measured(report, program.buffer, samples, args.min_sqnr)
-    _write(args, output, program, source, report)
+    package = None
+    if program is not None and is_package:
+        package = package_files(program.buffer, inputs, interface)
+    _write(args, output, program, package, source, report)
     if sizes is not None and program is not None:
         sizes = sizes.with_program(program.buffer)
     _print(report, sizes, as_json=args.json)
@@ -145,6 +171,7 @@ def _write(
     args: argparse.Namespace,
     output: Path | None,
     program: Any,
+    package: Mapping[str, Buffer] | None,
     source: SourceModel,
     report: DelegationReport,
 ) -> None:
@@ -161,7 +188,9 @@ def _write(
         bundle = partial(_bundle, program, source, args.bundle, args.seed)
         content[output.with_suffix(BUNDLE_SUFFIX)] = bundle
     with ExitStack() as files:
-        if output is not None:
+        if output is not None and package is not None:
+            files.enter_context(new_package(package, output, force=args.force))
+        elif output is not None:
             program.write_to_file(files.enter_context(new_output(output, force=args.force)))
         for path, render in content.items():
             files.enter_context(new_output(path, force=args.force)).write(render())
@@ -270,9 +299,15 @@ def _check_outputs(args: argparse.Namespace) -> Path | None:
         args.refuse_usage("the following arguments are required: -o/--output, or --dry-run")
     output: Path | None = None if args.dry_run else args.output
     reports: list[Path] = args.report
+    if args.output is not None and args.output.suffix in _OTHER_MODELS:
+        model_packages.check_suffix(args.output, (model_packages.PROGRAM_SUFFIX, SUFFIX))
+    is_package = model_packages.is_package(args.output)
+    args.full_graph = args.full_graph or is_package
     for option, value in (("--etrecord", args.etrecord), ("--bundle", args.bundle)):
         if value is not None and output is None:
             args.refuse_usage(f"{option} goes with --output, and not with --dry-run")
+        if value is not None and is_package:
+            args.refuse_usage(f"{option} belongs to a .pte, not to an {SUFFIX}")
     bundle = None
     if output is not None and args.bundle is not None:
         if output.suffix == BUNDLE_SUFFIX:
@@ -334,9 +369,9 @@ def _partitioner(
 
 COMMAND = Command(
     name="export",
-    summary="lower a PyTorch model to a .pte with Core ML delegates",
-    description="Lower a PyTorch model to a .pte with Core ML delegates and print, for every "
-    "operation, whether Core ML takes it, or why not.",
+    summary="lower a PyTorch model to a .pte with Core ML delegates, or to an .mlpackage",
+    description="Lower a PyTorch model to a .pte with Core ML delegates, or as a whole to an "
+    ".mlpackage, and print, for every operation, whether Core ML takes it, or why not.",
     add_arguments=add_arguments,
     run=run,
 )

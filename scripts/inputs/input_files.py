@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from coreml_delegate.errors import InputError, OptionError
+from coreml_delegate.formats.added_steps import BRIGHTEST
 from coreml_delegate.runtime.loading import Input
-from coreml_delegate.runtime.pictures import BRIGHTEST
 from coreml_delegate.runtime.program.plan import describe
 from coreml_delegate.scripts.inputs import images
 from coreml_delegate.scripts.inputs.random_tensors import random_tensor

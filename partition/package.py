@@ -1,0 +1,208 @@
+"""``save_mlpackage``: a whole program as one Core ML model, for apps without ExecuTorch.
+
+The program is lowered as for a ``.pte``. Its only delegate becomes the package, and everything that
+a ``.pte`` does outside its delegates is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
+from coreml_delegate.exported.containers import input_names_of
+from coreml_delegate.exported.value_names import OUTPUT
+from coreml_delegate.formats.blob import Buffer
+from coreml_delegate.formats.files import write_folder
+from coreml_delegate.formats.mlpackage import empty_folders
+from coreml_delegate.lowering.interface import Ports, declare_interface
+from coreml_delegate.options.model_interface import ModelInterface
+from coreml_delegate.partition.export import lower_methods
+from coreml_delegate.partition.partitioner import CoreMLPartitioner
+from coreml_delegate.partition.report import DelegationReport
+from coreml_delegate.patches.torch import pytree
+from coreml_delegate.runtime.delegate import blob_files, resolve
+from coreml_delegate.runtime.program.plan import (
+    DelegateCall,
+    FreeCall,
+    KernelCall,
+    MethodInfo,
+    TensorSpec,
+)
+from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.runtime.program.signature import mutated_inputs, output_names
+
+_METHOD = "forward"
+
+
+def save_mlpackage(
+    program: ExportedProgram,
+    path: Path | str,
+    partitioner: CoreMLPartitioner | None = None,
+    interface: ModelInterface | None = None,
+    *,
+    overwrite: bool = False,
+) -> DelegationReport:
+    """Lower a whole program to an ``.mlpackage``; equal programs and options give equal bytes.
+
+    Args:
+        program: From ``torch.export``.
+        path: The folder to write.
+        partitioner: It must leave no call to the CPU; None for
+            ``CoreMLPartitioner(lower_full_graph=True)``.
+        interface: Names, images, labels and description; None for the names of the model.
+        overwrite: Replace a package that is already there.
+
+    Returns:
+        The delegation report.
+
+    Raises:
+        LoweringError: Core ML cannot take the whole program; the message lists the calls.
+        OptionError: The interface does not fit the program.
+        ProgramError: ``path`` exists and ``overwrite`` is false.
+    """
+    partitioner = partitioner or CoreMLPartitioner(lower_full_graph=True)
+    inputs = example_inputs(program)
+    with naming_the_remedy():
+        lowered = lower_methods({_METHOD: program}, partitioner)
+        partitioner.report.require_complete()
+    files = package_files(lowered.buffer, inputs, interface or ModelInterface())
+    write_folder(files, Path(path), folders=empty_folders(files), overwrite=overwrite)
+    return partitioner.report
+
+
+@contextmanager
+def naming_the_remedy() -> Generator[None]:
+    """Add to an error about calls that Core ML cannot take that a ``.pte`` runs them."""
+    try:
+        yield
+    except UnsupportedOperatorError as error:
+        raise UnsupportedOperatorError(
+            error.what,
+            got=error.got,
+            expected=error.expected,
+            remedy="Change the model, or export a .pte, which runs them on the CPU",
+        ) from error
+
+
+def example_inputs(
+    program: ExportedProgram, leaves: Sequence[Any] | None = None
+) -> list[tuple[str, Any]]:
+    """Return the name and example of each input of a program.
+
+    Args:
+        program: From ``torch.export``, before it is lowered.
+        leaves: Flattened examples; None for those of the program.
+    """
+    names = input_names_of(program)
+    if leaves is None and program.example_inputs is not None:
+        leaves = pytree.tree_leaves(program.example_inputs)
+    return list(zip(names, leaves or [None] * len(names), strict=True))
+
+
+def package_files(
+    program: bytes, inputs: Sequence[tuple[str, Any]], interface: ModelInterface
+) -> dict[str, Buffer]:
+    """Return the files of the ``.mlpackage`` of a program that is one Core ML delegate.
+
+    Args:
+        program: A ``.pte`` with the method ``forward``.
+        inputs: See ``example_inputs``.
+        interface: See ``save_mlpackage``.
+
+    Raises:
+        LoweringError: The program computes outside the delegate, or does not use an input.
+        OptionError: The interface does not fit the program.
+    """
+    opened = PteProgram.open(program)
+    method = opened.method(_METHOD)
+    call = _only_call(method)
+    blob, _ = resolve(method.delegates[call.delegate].processed, opened.named_data)
+    files, metadata = blob_files(blob)
+    delegate = metadata.method(_METHOD)
+    count = len(delegate.input_names)
+    by_input = dict(zip(call.args[:count], delegate.input_names, strict=True))
+    by_output = dict(zip(call.args[count:], delegate.output_names, strict=True))
+    tensors = [
+        (index, name, example)
+        for index, (name, example) in zip(method.inputs, inputs, strict=True)
+        if isinstance(method.values[index], TensorSpec)
+    ]
+    if unused := [name for index, name, _ in tensors if index not in by_input]:
+        raise LoweringError(
+            "the model does not use an input, which Core ML's model would lack",
+            got=", ".join(unused),
+            remedy="Leave it out of the model's forward",
+        )
+    values = by_input | by_output
+    ports = Ports(
+        [(by_input[index], name) for index, name, _ in tensors],
+        [(values[index], name) for index, name in _outputs(method, values)],
+        {
+            by_input[index]: tuple(example.shape)
+            for index, _, example in tensors
+            if isinstance(example, torch.Tensor)
+        },
+    )
+    return declare_interface(files, interface, ports)
+
+
+def _only_call(method: MethodInfo) -> DelegateCall:
+    """Return the call of the only delegate.
+
+    Raises:
+        LoweringError: The program does anything else.
+    """
+    instructions = [
+        instruction
+        for chain in method.chains
+        for instruction in chain
+        if not isinstance(instruction, FreeCall)
+    ]
+    calls = [each for each in instructions if isinstance(each, DelegateCall)]
+    others = [each for each in instructions if not isinstance(each, DelegateCall)]
+    if len(calls) == 1 and not others:
+        return calls[0]
+    described = [f"{len(calls)} delegates"] if len(calls) != 1 else []
+    for instruction in others:
+        is_kernel = isinstance(instruction, KernelCall)
+        described.append(instruction.operator if is_kernel else type(instruction).__name__)
+    raise LoweringError(
+        "the program is not one Core ML model",
+        got=", ".join(dict.fromkeys(described)),
+        expected="one delegate, and no operation outside it",
+        remedy="Export to a .pte, whose runtime carries out the rest",
+    )
+
+
+def _outputs(method: MethodInfo, known: Mapping[int, str]) -> list[tuple[int, str]]:
+    """Return the index of the value and the name of each output that is a tensor.
+
+    Raises:
+        LoweringError: An output is constant, or is the new value of an input.
+    """
+    if mutated_inputs(method):
+        raise LoweringError(
+            "the model writes to an input, which Core ML cannot",
+            got=", ".join(output_names(method)[position] for position in mutated_inputs(method)),
+            remedy="Return the new value",
+        )
+    names = output_names(method)
+    if len(names) == 1 and names[0] == f"{OUTPUT}_0":
+        names = (OUTPUT,)
+    outputs: list[tuple[int, str]] = []
+    for index, name in zip(method.outputs, names, strict=True):
+        if index in known:
+            outputs.append((index, name))
+        elif method.values[index] is not None:  # None is left out
+            raise LoweringError(
+                "an output does not depend on the model's inputs",
+                got=f"{name}, {method.values[index]}",
+                remedy="Leave it out of the results",
+            )
+    return outputs

@@ -71,6 +71,7 @@ def save_mlpackage(
     with naming_the_remedy():
         lowered = lower_methods({_METHOD: program}, partitioner)
         partitioner.report.require_complete()
+    require_states(partitioner.report)
     files = package_files(lowered.buffer, inputs, interface or ModelInterface())
     write_folder(files, Path(path), folders=empty_folders(files), overwrite=overwrite)
     return partitioner.report
@@ -88,6 +89,21 @@ def naming_the_remedy() -> Generator[None]:
             expected=error.expected,
             remedy="Change the model, or export a .pte, which runs them on the CPU",
         ) from error
+
+
+def require_states(report: DelegationReport) -> None:
+    """Check that all mutable buffers of a program are states.
+
+    Raises:
+        LoweringError: One is passed in and out, which only ExecuTorch's runtime does; lists all.
+    """
+    others = [buffer for buffer in report.buffers if not buffer.is_state]
+    if others:
+        raise LoweringError(
+            "a mutable buffer is no state, and Core ML keeps only states",
+            got="; ".join(f"{buffer.name}: {buffer.reason}" for buffer in others),
+            remedy="Export a .pte, whose runtime keeps it, or take and return it in the model",
+        )
 
 
 def example_inputs(
@@ -121,6 +137,12 @@ def package_files(
     """
     opened = PteProgram.open(program)
     method = opened.method(_METHOD)
+    if written := mutated_inputs(method):
+        raise LoweringError(
+            "the model writes to an input, which Core ML cannot",
+            got=", ".join(inputs[position][0] for position in written.values()),
+            remedy="Return the new value",
+        )
     call = _only_call(method)
     blob, _ = resolve(method.delegates[call.delegate].processed, opened.named_data)
     files, metadata = blob_files(blob)
@@ -184,14 +206,8 @@ def _outputs(method: MethodInfo, known: Mapping[int, str]) -> list[tuple[int, st
     """Return the index of the value and the name of each output that is a tensor.
 
     Raises:
-        LoweringError: An output is constant, or is the new value of an input.
+        LoweringError: An output is constant.
     """
-    if mutated_inputs(method):
-        raise LoweringError(
-            "the model writes to an input, which Core ML cannot",
-            got=", ".join(output_names(method)[position] for position in mutated_inputs(method)),
-            remedy="Return the new value",
-        )
     names = output_names(method)
     if len(names) == 1 and names[0] == f"{OUTPUT}_0":
         names = (OUTPUT,)

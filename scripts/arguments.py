@@ -38,11 +38,14 @@ EXTERNAL_SUFFIX = ".ptd"
 BUNDLE_SUFFIX = ".bpte"
 """Suffix of programs that are bundled with inputs and outputs."""
 
+MODEL_LIBRARIES = ("torchvision", "timm")
+"""Libraries whose models are named ``LIBRARY:NAME``."""
+
 _SOURCE_HELP = (
-    "torchvision:NAME; or MODULE:FACTORY, where MODULE may be in the current folder and FACTORY() "
-    "returns (nn.Module, example_inputs) with a tensor, a tuple or a dict of keyword inputs, or "
-    "(nn.Module, args, kwargs), or an nn.Module (then pass --input-shape); or FILE.pt2 of "
-    "torch.export.save"
+    "torchvision:NAME or timm:NAME; or MODULE:FACTORY, where MODULE may be in the current folder "
+    "and FACTORY() returns (nn.Module, example_inputs) with a tensor, a tuple or a dict of keyword "
+    "inputs, or (nn.Module, args, kwargs), or an nn.Module (then pass --input-shape); or FILE.pt2 "
+    "of torch.export.save"
 )
 
 

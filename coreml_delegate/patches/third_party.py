@@ -66,6 +66,7 @@ _EXTRAS = {
     "llguidance": "grammar",
     "safetensors": "llm",
     "sklearn": "demo",
+    "timm": "timm",
     "tokenizers": "llm",
     "torchvision": "vision",
     "transformers": "llm",

@@ -107,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
             example_inputs,
             naming_the_remedy,
             package_files,
+            require_states,
         )
         from coreml_delegate.scripts.inputs.source import load_source
     _ = _partitioner(args, assignment)  # checks the options before the model is loaded
@@ -139,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         report = _measured(report, program.buffer, samples, args.min_sqnr)
     package = None
     if program is not None and is_package:
+        require_states(report)
         package = package_files(program.buffer, inputs, interface)
     _write(args, output, program, package, source, report)
     if sizes is not None and program is not None:

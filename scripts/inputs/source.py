@@ -25,7 +25,7 @@ from coreml_delegate.scripts.inputs import vision
 from coreml_delegate.scripts.inputs.random_tensors import generator, random_tensor
 from coreml_delegate.scripts.stablehlo_files import is_stablehlo
 
-FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
+FORMS = "torchvision:NAME, timm:NAME, MODULE:FACTORY or FILE.pt2"
 _MAX_LISTED = 3  # names in a message
 
 
@@ -35,7 +35,7 @@ def load_source(
     """Load or build a model; equal arguments give equal random weights and inputs.
 
     Args:
-        source: ``torchvision:NAME``, ``MODULE:FACTORY`` or ``FILE.pt2``.
+        source: ``torchvision:NAME``, ``timm:NAME``, ``MODULE:FACTORY`` or ``FILE.pt2``.
         shapes: Input shapes of random float32 inputs that replace the source's example inputs.
         weights: State dict to load, or None.
         seed: Seed of random weights and inputs.
@@ -86,6 +86,9 @@ def _build(source: str, shapes: Sequence[tuple[int, ...]]) -> SourceModel:
     if where == "torchvision":
         module = vision.build_model(name)
         shape = vision.input_shape(name)
+        return SourceModel(module, () if shapes else (torch.randn(shape),), {}, None)
+    if where == "timm":
+        module, shape = vision.build_timm_model(name)
         return SourceModel(module, () if shapes else (torch.randn(shape),), {}, None)
     with importable_from_here():
         factory = find_callable(where, name, FORMS)

@@ -1,4 +1,4 @@
-"""Torchvision: its models, and their input shapes."""
+"""Torchvision and timm: their models, and input shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 from torch import nn
 
 from coreml_delegate.errors import OptionError, near_matches
-from coreml_delegate.patches.third_party import import_optional, torchvision_importable
+from coreml_delegate.patches.third_party import (
+    import_optional,
+    torchvision_importable,
+    wrap_errors,
+)
 
 _DEFAULT_SIZE = 224  # pixels; the input of torchvision's classifiers without published weights
 _VIDEO_FRAMES = 16
@@ -48,6 +52,29 @@ def build_model(name: str) -> nn.Module:
     if name in _SLOW_INIT:
         keywords["init_weights"] = False
     return models.get_model(name, **keywords).eval()
+
+
+def build_timm_model(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """Build a model of timm with random weights, in eval mode.
+
+    Returns:
+        The model, and the input shape [1, C, H, W] that it was trained with, in pixels.
+
+    Raises:
+        OptionError: timm is not installed, or has no such model; the error names near matches.
+    """
+    with torchvision_importable():
+        timm = import_optional("timm")
+    names = timm.list_models()
+    if name.partition(".")[0] not in names:
+        raise OptionError(
+            "timm has no such model",
+            got=repr(name),
+            expected=near_matches(name, names, "one of its list_models()"),
+        )
+    with wrap_errors(f"timm cannot build {name}"):
+        model = timm.create_model(name, pretrained=False).eval()
+    return model, (1, *model.pretrained_cfg["input_size"])
 
 
 def input_shape(name: str) -> tuple[int, ...]:

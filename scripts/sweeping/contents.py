@@ -24,6 +24,7 @@ from typing import Final
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.caches import software, version_of
+from coreml_delegate.scripts.arguments import MODEL_LIBRARIES
 from coreml_delegate.scripts.sweeping.jobs import CONFIG_SUFFIX, Job
 
 _DISTRIBUTIONS: Final = (
@@ -31,6 +32,7 @@ _DISTRIBUTIONS: Final = (
     "executorch",
     "numpy",
     "openvino",
+    "timm",
     "torch",
     "torchao",
     "torchvision",
@@ -155,7 +157,7 @@ def _input(value: str, folder: Path) -> Input:
     if (folder / value).exists() or not (separator and name):
         path = _existing(value, folder)
         return Input({path.name: path})
-    if module == "torchvision":
+    if module in MODEL_LIBRARIES:
         return Input({})
     root, follows = _root(module, folder)
     files, packages = module_files(root, module, inside=follows)

@@ -227,7 +227,7 @@ def test_invalid_options_are_wrong_usage(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
-FORMS = "torchvision:NAME, MODULE:FACTORY or FILE.pt2"
+FORMS = "torchvision:NAME, timm:NAME, MODULE:FACTORY or FILE.pt2"
 REFUSED = {
     "no form": (["nothing"], f"no such source: got 'nothing', expected {FORMS}"),
     "no file": (["gone.pt2"], f"no such file: got gone.pt2, expected {FORMS}"),

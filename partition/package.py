@@ -97,11 +97,11 @@ def require_states(report: DelegationReport) -> None:
     Raises:
         LoweringError: One is passed in and out, which only ExecuTorch's runtime does; lists all.
     """
-    others = [buffer for buffer in report.buffers if not buffer.is_state]
-    if others:
+    passed_buffers = [buffer for buffer in report.buffers if not buffer.is_state]
+    if passed_buffers:
         raise LoweringError(
             "a mutable buffer is no state, and Core ML keeps only states",
-            got="; ".join(f"{buffer.name}: {buffer.reason}" for buffer in others),
+            got="; ".join(f"{buffer.name}: {buffer.reason}" for buffer in passed_buffers),
             remedy="Export a .pte, whose runtime keeps it, or take and return it in the model",
         )
 
@@ -124,7 +124,7 @@ def example_inputs(
 def package_files(
     program: bytes, inputs: Sequence[tuple[str, Any]], interface: ModelInterface
 ) -> dict[str, Buffer]:
-    """Return the files of the ``.mlpackage`` of a program that is one Core ML delegate.
+    """Return the files of the ``.mlpackage`` of a program with a single Core ML delegate.
 
     Args:
         program: A ``.pte`` with the method ``forward``.
@@ -137,10 +137,10 @@ def package_files(
     """
     opened = PteProgram.open(program)
     method = opened.method(_METHOD)
-    if written := mutated_inputs(method):
+    if mutated := mutated_inputs(method):
         raise LoweringError(
             "the model writes to an input, which Core ML cannot",
-            got=", ".join(inputs[position][0] for position in written.values()),
+            got=", ".join(inputs[position][0] for position in mutated.values()),
             remedy="Return the new value",
         )
     call = _only_call(method)
@@ -186,12 +186,12 @@ def _only_call(method: MethodInfo) -> DelegateCall:
         for instruction in chain
         if not isinstance(instruction, FreeCall)
     ]
-    calls = [each for each in instructions if isinstance(each, DelegateCall)]
-    others = [each for each in instructions if not isinstance(each, DelegateCall)]
-    if len(calls) == 1 and not others:
+    calls = [call for call in instructions if isinstance(call, DelegateCall)]
+    steps = [step for step in instructions if not isinstance(step, DelegateCall)]
+    if len(calls) == 1 and not steps:
         return calls[0]
     described = [f"{len(calls)} delegates"] if len(calls) != 1 else []
-    for instruction in others:
+    for instruction in steps:
         is_kernel = isinstance(instruction, KernelCall)
         described.append(instruction.operator if is_kernel else type(instruction).__name__)
     raise LoweringError(
@@ -202,7 +202,7 @@ def _only_call(method: MethodInfo) -> DelegateCall:
     )
 
 
-def _outputs(method: MethodInfo, known: Mapping[int, str]) -> list[tuple[int, str]]:
+def _outputs(method: MethodInfo, values: Mapping[int, str]) -> list[tuple[int, str]]:
     """Return the index of the value and the name of each output that is a tensor.
 
     Raises:
@@ -213,7 +213,7 @@ def _outputs(method: MethodInfo, known: Mapping[int, str]) -> list[tuple[int, st
         names = (OUTPUT,)
     outputs: list[tuple[int, str]] = []
     for index, name in zip(method.outputs, names, strict=True):
-        if index in known:
+        if index in values:
             outputs.append((index, name))
         elif method.values[index] is not None:  # None is left out
             raise LoweringError(

@@ -28,7 +28,7 @@ def add_interface(parser: argparse.ArgumentParser) -> None:
 
 
 def is_package(path: Path | None) -> bool:
-    """Return whether an output path is that of an ``.mlpackage``."""
+    """Return whether an output is an ``.mlpackage``, by its suffix."""
     return path is not None and path.suffix == SUFFIX
 
 
@@ -42,15 +42,15 @@ def interface_of(args: argparse.Namespace, path: Path | None) -> ModelInterface:
     Raises:
         OptionError: The options are given for another kind of output, or exclude each other.
     """
-    given_options = [
+    used_options = [
         option.argument.flag
         for option in options_of(ModelInterface)
         if option.argument is not None
         and getattr(args, option.argument.flag[2:].replace("-", "_")) not in (None, False)
     ]
-    if given_options and not is_package(path):
+    if used_options and not is_package(path):
         raise OptionError(
-            f"{', '.join(given_options)} {'is' if len(given_options) == 1 else 'are'} "
+            f"{', '.join(used_options)} {'is' if len(used_options) == 1 else 'are'} "
             f"for an {SUFFIX}",
             got="no output" if path is None else str(path),
             expected=f"--output FILE{SUFFIX}",

@@ -107,10 +107,10 @@ class FunctionEditor:
         Returns:
             The name of its result.
         """
-        operations = self._made(kind, name, type_, arguments)
-        rest = list(self.block.operations)
+        operations = self._with_constants(kind, name, type_, arguments)
+        following = list(self.block.operations[self._position :])
         del self.block.operations[self._position :]
-        self.block.operations.extend([*operations, *rest[self._position :]])
+        self.block.operations.extend([*operations, *following])
         self._position += len(operations)
         return operations[-1].outputs[0].name
 
@@ -118,19 +118,22 @@ class FunctionEditor:
         self, kind: MilOp, name: str, type_: Message, **arguments: str | NDArray[Any]
     ) -> str:
         """Insert an operation at the end; see ``prepend``."""
-        operations = self._made(kind, name, type_, arguments)
+        operations = self._with_constants(kind, name, type_, arguments)
         self.block.operations.extend(operations)
         return operations[-1].outputs[0].name
 
     def append_classify(
         self, probabilities: str, labels: Iterable[str], outputs: tuple[str, str]
-    ) -> None:
+    ) -> tuple[str, str]:
         """Insert the operation that ends a classifier.
 
         Args:
             probabilities: Value in fp32 with an element for each label.
             labels: The labels.
-            outputs: Names of the label and of the dictionary of probabilities.
+            outputs: Wanted names of the label and of the dictionary of probabilities.
+
+        Returns:
+            Their names.
         """
         operation = self.block.operations.add(type=str(MilOp.CLASSIFY))
         operation.inputs["probabilities"].arguments.add(name=probabilities)
@@ -139,14 +142,14 @@ class FunctionEditor:
         classes.type.listType.type.CopyFrom(_text_type())
         classes.type.listType.length.constant.size = len(texts)
         classes.immediateValue.list.values.extend(texts)
-        label, by_label = outputs
+        label, by_label = map(self.fresh, outputs)
         operation.outputs.add(name=label, type=_text_type())
         result = operation.outputs.add(name=by_label)
         dictionary = result.type.dictionaryType
         dictionary.keyType.CopyFrom(_text_type())
         dictionary.valueType.tensorType.dataType = mil_pb2().FLOAT64
         operation.attributes["name"].CopyFrom(_text_value(self.fresh(f"{MilOp.CLASSIFY}_0")))
-        self.names.update(outputs)
+        return label, by_label
 
     def cast(self, name: str, dtype: str, *, in_front: bool = False) -> str:
         """Return a value in another type, by a cast at the end or in front.
@@ -205,10 +208,10 @@ class FunctionEditor:
         Returns:
             All new names, by old names.
         """
-        taken = set(new_names.values())
+        final_names = set(new_names.values())
         renamed = dict(new_names)
-        for name in sorted(taken & self.names - new_names.keys()):
-            self.names |= taken
+        for name in sorted(final_names & self.names - new_names.keys()):
+            self.names |= final_names
             renamed[name] = self.fresh(name)
         for value in self.message.inputs:
             value.name = renamed.get(value.name, value.name)
@@ -219,7 +222,7 @@ class FunctionEditor:
         self.names = {renamed.get(name, name) for name in self.names}
         return renamed
 
-    def _made(
+    def _with_constants(
         self,
         kind: MilOp,
         name: str,

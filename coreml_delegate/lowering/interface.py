@@ -14,14 +14,14 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from coreml_delegate.dynamic_shapes import input_sizes
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.formats import fp32_constants
-from coreml_delegate.formats.added_steps import AddedSteps
+from coreml_delegate.formats.added_steps import AddedSteps, Factors
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.mil_message import (
     FP32,
@@ -116,41 +116,25 @@ class _Model:
         for feature, (_, name) in zip(outputs, ports.outputs, strict=True):
             self.features[_unique(name, self.features)] = feature
         self._outputs = [feature.name for feature in outputs]
+        """Features of the outputs, in the order of the program."""
 
     def declare(self, interface: ModelInterface) -> None:
-        scales = {
-            self._find(name, "--image").name: image
-            for name, image in (interface.images or {}).items()
-        }
-        normalized: dict[str, tuple[Any, Any]] = {}
-        for feature in list(self.features.values()):
-            image = scales.get(feature.name)
-            if image is None:
-                continue
-            if feature.name in self._inputs:
-                self._declare_image(feature, image)
-                if not image.has_pixels:
-                    normalized[feature.name] = (image.scale, image.bias)
-            else:
-                self._declare_image_output(feature, image)
-        softmax: list[str] = []
+        """Edit the message; see ``declare_interface``."""
+        images = self._declare_images(interface.images or {})
+        softmax: tuple[str, ...] = ()
+        outputs: list[str] = []
         if interface.labels is not None:
             value = self._labelled(interface.labels)
-            self._declare_labels(value, interface.labels, softmax=interface.softmax)
-            softmax = [PROBABILITIES_BY_LABEL] if interface.softmax else []
-            self._outputs = [
-                PROBABILITIES_BY_LABEL if name == value else name for name in self._outputs
-            ]
+            scores = self._declare_labels(value, interface.labels, softmax=interface.softmax)
+            softmax = (scores,) if interface.softmax else ()
+            if len(self._outputs) > 1:  # a classifier's labels come first
+                outputs = [scores if name == value else name for name in self._outputs]
         self._describe(interface)
         new_names = self._rename(interface.names or {})
-
-        def renamed(names: Iterable[str]) -> tuple[str, ...]:
-            return tuple(new_names.get(name, name) for name in names)
-
         AddedSteps(
-            dict(zip(renamed(normalized), normalized.values(), strict=True)),
-            renamed(softmax),
-            renamed(self._outputs) if interface.labels and len(self._outputs) > 1 else (),
+            {new_names[name]: factors for name, factors in images.items()},
+            tuple(new_names[name] for name in softmax),
+            tuple(new_names[name] for name in outputs),
         ).write(self._description.metadata.userDefined)
 
     @property
@@ -159,15 +143,15 @@ class _Model:
 
     def _find(self, name: str, option: str) -> Message:
         """Return the feature of a name that the user has written."""
-        valid = {feature_name(known): known for known in reversed(self.features)}
-        known = name if name in self.features else valid.get(feature_name(name))
-        if known is None:
+        by_valid_name = {feature_name(key): key for key in reversed(self.features)}
+        key = name if name in self.features else by_valid_name.get(feature_name(name))
+        if key is None:
             raise OptionError(
                 f"the model has no such input or output for {option}",
                 got=repr(name),
-                expected=near_matches(name, valid),
+                expected=near_matches(name, by_valid_name),
             )
-        return self.features[known]
+        return self.features[key]
 
     def _order(self, names: Sequence[str]) -> None:
         """Put the inputs into the order of the program."""
@@ -234,8 +218,12 @@ class _Model:
             remedy="Return one of them from the model" if fitting else None,
         )
 
-    def _declare_labels(self, value: str, labels: Sequence[str], *, softmax: bool) -> None:
-        """Return a label and probabilities by label in place of an output."""
+    def _declare_labels(self, value: str, labels: Sequence[str], *, softmax: bool) -> str:
+        """Return a label and probabilities by label in place of an output.
+
+        Returns:
+            The feature of the probabilities.
+        """
         function = self._function
         scores = value
         if softmax:
@@ -251,23 +239,23 @@ class _Model:
                 "the scores of the labels are the model's output as it is, which no softmax "
                 "computes; --softmax applies one"
             )
-        function.append_classify(probabilities, labels, (LABEL, PROBABILITIES_BY_LABEL))
-        label, by_label = (
-            model_pb2().FeatureDescription(name=name) for name in (LABEL, PROBABILITIES_BY_LABEL)
+        label, by_label = function.append_classify(
+            probabilities, labels, (LABEL, PROBABILITIES_BY_LABEL)
         )
-        label.type.stringType.SetInParent()
-        by_label.type.dictionaryType.stringKeyType.SetInParent()
-        others = [feature for feature in self._description.output if feature.name != value]
         names = {feature.name: name for name, feature in self.features.items()}
-        self.features = {
-            name: feature for name, feature in self.features.items() if feature.name != value
-        }
-        self._set_outputs([label, by_label, *others])
+        names |= {label: LABEL, by_label: PROBABILITIES_BY_LABEL}
+        features = [model_pb2().FeatureDescription(name=name) for name in (label, by_label)]
+        features[0].type.stringType.SetInParent()
+        features[1].type.dictionaryType.stringKeyType.SetInParent()
+        features += [feature for feature in self._description.output if feature.name != value]
         for feature in self._description.output:
-            name = names.get(feature.name) or _unique(feature.name, self.features)
-            self.features[name] = feature
-        self._description.predictedFeatureName = LABEL
-        self._description.predictedProbabilitiesName = PROBABILITIES_BY_LABEL
+            del self.features[names[feature.name]]
+        self._set_outputs(features)
+        for feature in self._description.output:
+            self.features[_unique(names[feature.name], self.features)] = feature
+        self._description.predictedFeatureName = label
+        self._description.predictedProbabilitiesName = by_label
+        return by_label
 
     def _is_probability(self, value: str) -> bool:
         """Return whether a softmax or sigmoid computes a value, apart from casts."""
@@ -278,6 +266,24 @@ class _Model:
 
     # Images
 
+    def _declare_images(self, images: Mapping[str, Image]) -> dict[str, tuple[Factors, Factors]]:
+        """Make inputs and outputs images; return scale and bias of the scaled inputs."""
+        by_feature = {self._find(name, "--image").name: image for name, image in images.items()}
+        scaled: dict[str, tuple[Factors, Factors]] = {}
+        for name, feature in self.features.items():
+            image = by_feature.get(feature.name)
+            if image is None:
+                continue
+            if feature.type.WhichOneof("Type") == "stateType":
+                raise OptionError("a state cannot be an image", got=repr(name))
+            if feature.name not in self._inputs:
+                self._declare_image_output(feature, image)
+                continue
+            self._declare_image(feature, image)
+            if not image.has_pixels:
+                scaled[feature.name] = image.factors
+        return scaled
+
     def _declare_image(self, feature: Message, image: Image) -> None:
         """Make an input an image, which is scaled in fp32."""
         function, name = self._function, feature.name
@@ -286,9 +292,10 @@ class _Model:
         _set_image(feature, image, shape_of(parameter.type), self._name_of(feature))
         parameter.type.CopyFrom(with_dtype(parameter.type, FP32))
         value = name
+        scale, bias = image.factors
         for kind, factors, neutral, suffix in (
-            (MilOp.MUL, image.scale, 1.0, "scaled"),
-            (MilOp.ADD, image.bias, 0.0, "biased"),
+            (MilOp.MUL, scale, 1.0, "scaled"),
+            (MilOp.ADD, bias, 0.0, "biased"),
         ):
             if factors != (neutral,):
                 constant = np.array(factors, np.float32)
@@ -336,15 +343,15 @@ class _Model:
 
     def _rename(self, names: Mapping[str, str]) -> dict[str, str]:
         """Give the features their names; return the new names by feature."""
-        wanted = {self._find(old, "--rename").name: new for old, new in names.items()}
+        user_names = {self._find(old, "--rename").name: new for old, new in names.items()}
         new_names: dict[str, str] = {}
         for name, feature in self.features.items():
             new_names[feature.name] = _unique(feature_name(name), new_names.values())
-        new_names |= wanted
+        new_names |= user_names
         if len(set(new_names.values())) < len(new_names):
             raise OptionError(
                 "--rename gives two inputs or outputs one name",
-                got=", ".join(wanted.values()),
+                got=", ".join(user_names.values()),
                 expected=f"different names; the model has {', '.join(new_names.values())}",
             )
         renamed = self._function.rename(new_names)
@@ -352,8 +359,8 @@ class _Model:
             feature.name = renamed[feature.name]
         description = self._description
         if description.predictedFeatureName:
-            description.predictedFeatureName = renamed[LABEL]
-            description.predictedProbabilitiesName = renamed[PROBABILITIES_BY_LABEL]
+            description.predictedFeatureName = renamed[description.predictedFeatureName]
+            description.predictedProbabilitiesName = renamed[description.predictedProbabilitiesName]
         for key in (input_sizes.METADATA_KEY, fp32_constants.METADATA_KEY):
             rename_keys(description.metadata.userDefined, key, renamed)
         return renamed
@@ -414,8 +421,8 @@ def _set_image(feature: Message, image: Image, shape: Sequence[int | None], name
         size.lowerBound, size.upperBound = bounds.lowerBound, bounds.upperBound
 
 
-def _unique(name: str, taken: Iterable[str]) -> str:
-    """Return ``name``, or if it is taken, with ``_out`` or a number."""
-    others = set(taken)
-    candidates = (name, f"{name}_out", *(f"{name}_{number}" for number in range(len(others))))
-    return next(candidate for candidate in candidates if candidate not in others)
+def _unique(name: str, names: Iterable[str]) -> str:
+    """Return ``name``, with ``_out`` or a number if ``names`` have it already."""
+    existing = set(names)
+    candidates = (name, f"{name}_out", *(f"{name}_{number}" for number in range(len(existing))))
+    return next(candidate for candidate in candidates if candidate not in existing)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.formats.added_steps import BRIGHTEST
+from coreml_delegate.formats.added_steps import BRIGHTEST, Factors
 from coreml_delegate.options.checks import (
     Check,
     flag,
@@ -110,9 +110,14 @@ class Image:
         return cls(layout, [1 / (BRIGHTEST * s) for s in stds], biases)
 
     @property
+    def factors(self) -> tuple[Factors, Factors]:
+        """Scale and bias."""
+        return cast("Factors", self.scale), cast("Factors", self.bias)
+
+    @property
     def has_pixels(self) -> bool:
         """Whether the model's values are the pixels themselves."""
-        return self.scale == (1.0,) and self.bias == (0.0,)
+        return self.factors == ((1.0,), (0.0,))
 
 
 def _numbers(name: str, value: Any) -> tuple[float, ...]:

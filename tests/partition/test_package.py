@@ -306,6 +306,9 @@ def test_states_keep_their_values(tmp_path: Path) -> None:
     path = tmp_path / "a.mlpackage"
     interface = ModelInterface(names={"inner.total": "total", "output": "product"})
     save_mlpackage(_program(Counter(), torch.ones(2)), path, None, interface)
+    with pytest.raises(OptionError, match="a state cannot be an image: got 'inner_total'"):
+        image = ModelInterface(images={"inner.total": Image()})
+        save_mlpackage(_program(Counter(), torch.ones(2)), tmp_path / "b.mlpackage", None, image)
     (state,) = [s for s in _description(path).state if "started" not in s.name]
     assert state.name == "total"
     loaded = load_mlpackage(path, engine="reference")
@@ -513,3 +516,16 @@ def test_a_package_is_not_replaced_unasked(tmp_path: Path) -> None:
     save_mlpackage(program, path)
     with pytest.raises(ProgramError, match="output exists"):
         save_mlpackage(program, path)
+
+
+def test_an_input_may_have_the_name_of_the_label(tmp_path: Path) -> None:
+    class Labelled(nn.Module):
+        def forward(self, classLabel: Tensor) -> Tensor:  # noqa: N803 - the name in question
+            return classLabel.softmax(-1)
+
+    interface = ModelInterface(labels=_LABELS, names={"classLabel": "scores"})
+    path = tmp_path / "a.mlpackage"
+    save_mlpackage(_program(Labelled(), torch.rand(1, 5)), path, None, interface)
+    loaded = load_mlpackage(path, engine="reference")
+    assert loaded.input_names == ("scores",)
+    assert loaded.classifiers[0].label == "classLabel_out"

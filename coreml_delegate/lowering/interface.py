@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from coreml_delegate.formats.mil_message import (
 from coreml_delegate.formats.mlpackage import MAIN, locate_spec
 from coreml_delegate.options.model_interface import (
     ColorLayout,
-    Image,
+    ImageFeature,
     ModelInterface,
     feature_name,
 )
@@ -123,9 +123,10 @@ class _Model:
         images = self._declare_images(interface.images or {})
         softmax: tuple[str, ...] = ()
         outputs: list[str] = []
-        if interface.labels is not None:
-            value = self._labelled(interface.labels)
-            scores = self._declare_labels(value, interface.labels, softmax=interface.softmax)
+        labels = cast("Sequence[str] | None", interface.labels)  # a file has been read
+        if labels is not None:
+            value = self._labelled(labels)
+            scores = self._declare_labels(value, labels, softmax=interface.softmax)
             softmax = (scores,) if interface.softmax else ()
             if len(self._outputs) > 1:  # a classifier's labels come first
                 outputs = [scores if name == value else name for name in self._outputs]
@@ -266,7 +267,9 @@ class _Model:
 
     # Images
 
-    def _declare_images(self, images: Mapping[str, Image]) -> dict[str, tuple[Factors, Factors]]:
+    def _declare_images(
+        self, images: Mapping[str, ImageFeature]
+    ) -> dict[str, tuple[Factors, Factors]]:
         """Make inputs and outputs images; return scale and bias of the scaled inputs."""
         by_feature = {self._find(name, "--image").name: image for name, image in images.items()}
         scaled: dict[str, tuple[Factors, Factors]] = {}
@@ -284,7 +287,7 @@ class _Model:
                 scaled[feature.name] = image.factors
         return scaled
 
-    def _declare_image(self, feature: Message, image: Image) -> None:
+    def _declare_image(self, feature: Message, image: ImageFeature) -> None:
         """Make an input an image, which is scaled in fp32."""
         function, name = self._function, feature.name
         (parameter,) = (value for value in function.message.inputs if value.name == name)
@@ -307,7 +310,7 @@ class _Model:
         if value != name:
             function.redirect(name, value)
 
-    def _declare_image_output(self, feature: Message, image: Image) -> None:
+    def _declare_image_output(self, feature: Message, image: ImageFeature) -> None:
         """Make an output an image, of pixels in fp32."""
         name = self._name_of(feature)
         if not image.has_pixels:
@@ -375,7 +378,9 @@ def _array(type_: Message) -> Message:
     return array
 
 
-def _set_image(feature: Message, image: Image, shape: Sequence[int | None], name: str) -> None:
+def _set_image(
+    feature: Message, image: ImageFeature, shape: Sequence[int | None], name: str
+) -> None:
     """Declare a feature as an image, of the sizes that it has as an array.
 
     Args:

@@ -53,7 +53,7 @@ class ColorLayout(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class ImageFeature:
     """An input or output that is an image: the model's value is ``scale * pixel + bias``.
 
     Pixels are from 0 to 255. An output has the pixels themselves.
@@ -84,16 +84,16 @@ class Image:
         mean: float | Sequence[float] = 0.0,
         std: float | Sequence[float] = 1.0,
         layout: ColorLayout | str = ColorLayout.RGB,
-    ) -> Image:
+    ) -> ImageFeature:
         """Return an image that a model takes as ``(pixel / 255 - mean) / std``.
 
         Args:
             mean: A number, or one for each channel; torchvision's for pixels from 0 to 1.
             std: As ``mean``.
-            layout: See ``Image``.
+            layout: See ``ImageFeature``.
 
         Raises:
-            OptionError: As ``Image``; or a ``std`` is 0.
+            OptionError: As ``ImageFeature``; or a ``std`` is 0.
         """
         means, stds = _numbers("mean", mean), _numbers("std", std)
         if not all(stds):
@@ -136,15 +136,15 @@ def _per_channel(name: str, value: Any, channels: int) -> tuple[float, ...]:
     return values[:1] if len(set(values)) == 1 else values
 
 
-_FIELDS: Mapping[str, Callable[..., Image]] = {
-    "scale": Image,
-    "bias": Image,
-    "mean": Image.normalized,
-    "std": Image.normalized,
+_FIELDS: Mapping[str, Callable[..., ImageFeature]] = {
+    "scale": ImageFeature,
+    "bias": ImageFeature,
+    "mean": ImageFeature.normalized,
+    "std": ImageFeature.normalized,
 }
 
 
-def _image_of(text: str) -> tuple[str, Image]:
+def _image_of(text: str) -> tuple[str, ImageFeature]:
     """Parse ``x:scale=0.0078,bias=-1,layout=rgb``."""
     name, _, settings = text.partition(":")
     values: dict[str, Any] = {}
@@ -157,7 +157,7 @@ def _image_of(text: str) -> tuple[str, Image]:
                 expected=f"{', '.join(_FIELDS)} or layout, each once, as in x:scale=0.0078,bias=-1",
             )
         values[key] = value if key == "layout" else _channels_of(key, value)
-    makers = {_FIELDS[key] for key in values if key in _FIELDS} or {Image}
+    makers = {_FIELDS[key] for key in values if key in _FIELDS} or {ImageFeature}
     if len(makers) > 1:
         raise OptionError(
             "mean and std exclude scale and bias",
@@ -185,21 +185,23 @@ def _pair_of(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _labels_of(text: str) -> tuple[str, ...]:
+def _read_labels(path: Path) -> tuple[str, ...]:
     """Read the labels of a file, one a line."""
     try:
-        lines = Path(text).read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise OptionError("cannot read the labels", got=str(error)) from error
     labels = [line.strip() for line in lines]
     while labels and not labels[-1]:
         labels.pop()
     if not all(labels):
-        raise OptionError(f"{text} has an empty line", got=f"line {labels.index('') + 1}")
+        raise OptionError(f"{path} has an empty line", got=f"line {labels.index('') + 1}")
     return tuple(labels)
 
 
-def _check_labels(name: str, value: Any) -> tuple[str, ...]:
+def _check_labels(name: str, value: Any) -> tuple[str, ...] | Path:
+    if isinstance(value, Path):  # not read yet: the command line checks options before it runs
+        return value
     labels = list_of("texts", str)(name, value)
     if not labels:
         raise OptionError(f"{name} are empty", expected="a label for each class")
@@ -272,11 +274,11 @@ class ModelInterface:
         OptionError: A value is not accepted.
     """
 
-    images: Mapping[str, Image] | None = option(
+    images: Mapping[str, ImageFeature] | None = option(
         default=None,
-        check=_by_name(instance(Image, "an Image")),
-        doc="Inputs and outputs that are images, each with its ``Image``: the model's input is "
-        "``scale * pixel + bias``, or ``(pixel / 255 - mean) / std`` by ``mean`` and ``std``.",
+        check=_by_name(instance(ImageFeature, "an ImageFeature")),
+        doc="Inputs and outputs that are images, each with its ``ImageFeature``: the model's input "
+        "is ``scale * pixel + bias``, or ``(pixel / 255 - mean) / std`` by ``mean`` and ``std``.",
         argument=Argument(
             "--image",
             "an input or output that is an image, such as x:scale=0.0078,bias=-1,layout=rgb: the "
@@ -293,17 +295,18 @@ class ModelInterface:
         doc="New names of inputs, outputs and states, by their old names.",
         argument=_repeatable("--rename", "OLD=NEW", _pair_of),
     )
-    labels: Sequence[str] | None = option(
+    labels: Sequence[str] | Path | None = option(
         default=None,
         check=optional(_check_labels),
-        doc="The labels of a classifier, in the order of the elements of its output: the model "
-        "returns ``classLabel`` and ``classLabel_probs`` in place of the output.",
+        doc="The labels of a classifier, in the order of the elements of its output, or the path "
+        "of a file with one a line: the model returns ``classLabel`` and ``classLabel_probs`` in "
+        "place of the output.",
         argument=Argument(
             "--labels",
             "the labels of a classifier, a file with one a line: the model returns classLabel and "
             "classLabel_probs in place of the output with as many elements",
             "FILE",
-            _labels_of,
+            Path,
         ),
     )
     softmax: bool = option(
@@ -345,6 +348,9 @@ class ModelInterface:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if isinstance(self.labels, Path):
+            labels = _check_labels("labels", _read_labels(self.labels))
+            object.__setattr__(self, "labels", labels)
         if self.softmax and self.labels is None:
             raise OptionError(
                 "softmax is for the output with the labels", remedy="Pass labels (--labels) too"

@@ -53,6 +53,10 @@ def _photos(folder: Path) -> None:
     _photo(folder / "one.png")
 
 
+def _labels(path: Path) -> None:
+    path.write_text("".join(f"class {number}\n" for number in range(1000)))
+
+
 def _checkpoint(folder: Path) -> None:
     """A language model of bytes, of the kind that has the fewest operations."""
     checkpoints.save(
@@ -150,6 +154,7 @@ GIVEN: Mapping[str, Callable[[Path], None]] = MappingProxyType(
     {
         "photo.jpg": _photo,
         "photos": _photos,
+        "labels.txt": _labels,
         "book.txt": _book,
         "checkpoint": _checkpoint,
         "minilm": _text_encoder,

@@ -13,6 +13,7 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.options.declaration import Option, options_of
 from coreml_delegate.options.engine_options import EngineOptions
+from coreml_delegate.options.model_interface import ModelInterface
 from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from tests.support.generated_sections import with_section
 
@@ -21,6 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 TABLES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("partitioner.md", "options"): (CoreMLPartitioner, PartitionerKeywords),
     ("partitioner.md", "compile options"): (CoreMLBackend.generate_compile_specs, CompileOptions),
+    ("mlpackage.md", "options"): (ModelInterface, ModelInterface),
     ("runtime.md", "engine options"): (EngineOptions, EngineOptions),
 }
 """By page and section: the callable that takes the options, and their dataclass."""

@@ -11,7 +11,7 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.options.declaration import options_of
 from coreml_delegate.options.model_interface import (
     ColorLayout,
-    Image,
+    ImageFeature,
     ModelInterface,
     feature_name,
 )
@@ -28,18 +28,18 @@ def _parsed(option: str, text: str) -> Any:
 @pytest.mark.parametrize(
     ("text", "name", "image"),
     [
-        ("x", "x", Image()),
-        ("x:scale=0.0078,bias=-1,layout=bgr", "x", Image(ColorLayout.BGR, 0.0078, -1)),
-        ("x:bias=1/2/3", "x", Image(bias=[1, 2, 3])),
-        ("a.b[0]:scale=2/2/2", "a.b[0]", Image(scale=2.0)),
-        ("x:layout=grayscale,scale=2", "x", Image("grayscale", scale=2)),
-        ("x:std=1", "x", Image(scale=1 / 255)),
-        ("x:mean=0.5,std=0.5", "x", Image(scale=2 / 255, bias=-1)),
-        ("x:std=0.25/0.5/1", "x", Image(scale=[4 / 255, 2 / 255, 1 / 255])),
-        ("x:mean=1/2/4,std=2", "x", Image(scale=0.5 / 255, bias=[-0.5, -1, -2])),
+        ("x", "x", ImageFeature()),
+        ("x:scale=0.0078,bias=-1,layout=bgr", "x", ImageFeature(ColorLayout.BGR, 0.0078, -1)),
+        ("x:bias=1/2/3", "x", ImageFeature(bias=[1, 2, 3])),
+        ("a.b[0]:scale=2/2/2", "a.b[0]", ImageFeature(scale=2.0)),
+        ("x:layout=grayscale,scale=2", "x", ImageFeature("grayscale", scale=2)),
+        ("x:std=1", "x", ImageFeature(scale=1 / 255)),
+        ("x:mean=0.5,std=0.5", "x", ImageFeature(scale=2 / 255, bias=-1)),
+        ("x:std=0.25/0.5/1", "x", ImageFeature(scale=[4 / 255, 2 / 255, 1 / 255])),
+        ("x:mean=1/2/4,std=2", "x", ImageFeature(scale=0.5 / 255, bias=[-0.5, -1, -2])),
     ],
 )
-def test_images_as_text(text: str, name: str, image: Image) -> None:
+def test_images_as_text(text: str, name: str, image: ImageFeature) -> None:
     assert _parsed("images", text) == (name, image)
 
 
@@ -68,15 +68,16 @@ def test_images_that_are_refused(text: str, message: str) -> None:
 def test_labels_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "labels.txt"
     path.write_text("tench\n großer Hai \ncrane, bird\n\n", encoding="utf-8")
-    assert _parsed("labels", str(path)) == ("tench", "großer Hai", "crane, bird")
+    assert _parsed("labels", str(path)) == path
+    assert ModelInterface(labels=path).labels == ("tench", "großer Hai", "crane, bird")
     path.write_text("a\n\nb\n")
     with pytest.raises(OptionError, match="has an empty line: got line 2"):
-        _parsed("labels", str(path))
+        ModelInterface(labels=path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(OptionError, match="cannot read the labels"):
-        _parsed("labels", str(path))
+        ModelInterface(labels=path)
     with pytest.raises(OptionError, match=r"cannot read the labels: got .*missing"):
-        _parsed("labels", str(tmp_path / "missing.txt"))
+        ModelInterface(labels=tmp_path / "missing.txt")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +90,8 @@ def test_labels_of_a_file(tmp_path: Path) -> None:
         ({"names": {"x": "2d"}}, "names has a name that Core ML does not take: got '2d'"),
         ({"names": {"x": "state"}}, "no word of MIL such as state"),
         ({"names": [("x", "a"), ("x", "b")]}, "names has a name twice: got 'x'"),
-        ({"images": {"x": 1}}, "images must be an Image"),
-        ({"images": {"": Image()}}, "images must have names of inputs and outputs"),
+        ({"images": {"x": 1}}, "images must be an ImageFeature"),
+        ({"images": {"": ImageFeature()}}, "images must have names of inputs and outputs"),
         ({"author": 1}, "author must be a text"),
     ],
 )

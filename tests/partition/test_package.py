@@ -17,7 +17,7 @@ from torch.export import Dim
 
 from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.errors import LoweringError, OptionError, ProgramError
-from coreml_delegate.options.model_interface import Image, ModelInterface
+from coreml_delegate.options.model_interface import ImageFeature, ModelInterface
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.partition.package import save_mlpackage
 from coreml_delegate.patches.third_party import quiet_import
@@ -84,7 +84,7 @@ class Case:
 
 
 _HEIGHT, _WIDTH = Dim("height", min=8, max=64), Dim("width", min=8, max=64)
-_IMAGE = Image(scale=1 / 255, bias=(-0.1, -0.2, -0.3))
+_IMAGE = ImageFeature(scale=1 / 255, bias=(-0.1, -0.2, -0.3))
 _SHAPES = ((1, 3, 16, 24), (1, 3, 32, 48), (1, 3, 64, 64))
 
 
@@ -116,7 +116,7 @@ _CASES = {
     ),
     "images": Case(
         Filter,
-        ModelInterface(images={"x": _IMAGE, "output": Image("bgr")}),
+        ModelInterface(images={"x": _IMAGE, "output": ImageFeature("bgr")}),
         lambda: {
             "inputs": _image((1, 3, 16, 24)),
             "outputs": [ct.ImageType("output", color_layout=ct.colorlayout.BGR)],
@@ -124,7 +124,7 @@ _CASES = {
     ),
     "images of a range": Case(
         Filter,
-        ModelInterface(images={"x": _IMAGE, "output": Image()}),
+        ModelInterface(images={"x": _IMAGE, "output": ImageFeature()}),
         lambda: {"inputs": _image(_ranges()), "outputs": [ct.ImageType("output")]},
         sizes=({2: _HEIGHT, 3: _WIDTH},),
     ),
@@ -143,13 +143,13 @@ _CASES = {
     ),
     "images of iOS18": Case(
         Filter,
-        ModelInterface(images={"x": Image("bgr", 1 / 255, (-0.1, -0.2, -0.3))}),
+        ModelInterface(images={"x": ImageFeature("bgr", 1 / 255, (-0.1, -0.2, -0.3))}),
         lambda: {"inputs": _image((1, 3, 16, 24), color_layout=ct.colorlayout.BGR)},
         target="iOS18",
     ),
     "gray images": Case(
         lambda: Filter(1),
-        ModelInterface(images={"x": Image("grayscale", 0.5, -1)}),
+        ModelInterface(images={"x": ImageFeature("grayscale", 0.5, -1)}),
         lambda: {
             "inputs": [
                 ct.ImageType("x", (1, 1, 16, 24), 0.5, -1.0, color_layout=ct.colorlayout.GRAYSCALE)
@@ -229,7 +229,7 @@ def test_a_classifier_predicts_from_a_picture(engine: str, tmp_path: Path) -> No
     pictures = pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
     model, path = Scores(), tmp_path / "a.mlpackage"
-    image = Image.normalized(mean=_MEAN, std=_STD)
+    image = ImageFeature.normalized(mean=_MEAN, std=_STD)
     interface = ModelInterface(images={"x": image}, labels=_LABELS, softmax=True)
     save_mlpackage(_program(model, torch.rand(1, 3, 16, 24)), path, None, interface)
     outputs = _predicted(path, {"x": pictures.fromarray(pixels)}, engine)
@@ -249,7 +249,9 @@ def test_pictures_go_in_and_come_out(tmp_path: Path) -> None:
     pictures = pytest.importorskip("PIL.Image")
     model, path = Filter(), tmp_path / "a.mlpackage"
     program = _program(model, torch.rand(1, 3, 16, 24), sizes=({2: _HEIGHT, 3: _WIDTH},))
-    interface = ModelInterface(images={"x": Image("bgr", scale=1 / 255), "output": Image("bgr")})
+    interface = ModelInterface(
+        images={"x": ImageFeature("bgr", scale=1 / 255), "output": ImageFeature("bgr")}
+    )
     save_mlpackage(program, path, None, interface)
     for height, width in ((16, 24), (9, 33)):
         pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -306,8 +308,8 @@ def test_states_keep_their_values(tmp_path: Path) -> None:
     path = tmp_path / "a.mlpackage"
     interface = ModelInterface(names={"inner.total": "total", "output": "product"})
     save_mlpackage(_program(Counter(), torch.ones(2)), path, None, interface)
+    image = ModelInterface(images={"inner.total": ImageFeature()})
     with pytest.raises(OptionError, match="a state cannot be an image: got 'inner_total'"):
-        image = ModelInterface(images={"inner.total": Image()})
         save_mlpackage(_program(Counter(), torch.ones(2)), tmp_path / "b.mlpackage", None, image)
     (state,) = [s for s in _description(path).state if "started" not in s.name]
     assert state.name == "total"
@@ -453,11 +455,14 @@ def test_programs_that_are_no_model(
     ("interface", "message"),
     [
         (
-            {"images": {"y": Image()}},
+            {"images": {"y": ImageFeature()}},
             "input or output for --image: got 'y', expected output, x",
         ),
-        ({"images": {"x": Image("grayscale")}}, "'x' does not have the shape of an image with"),
-        ({"images": {"output": Image()}}, "got [1, 5], expected [1, 3, height, width]"),
+        (
+            {"images": {"x": ImageFeature("grayscale")}},
+            "'x' does not have the shape of an image with",
+        ),
+        ({"images": {"output": ImageFeature()}}, "got [1, 5], expected [1, 3, height, width]"),
         ({"labels": ["a", "b"]}, "no output has an element for each label: got output [1, 5] for"),
         ({"names": {"z": "a"}}, "for --rename: got 'z'"),
         ({"names": {"x": "a", "output": "a"}}, "--rename gives two inputs or outputs one name"),
@@ -479,7 +484,7 @@ def test_interfaces_that_do_not_fit(
 
 
 def test_an_image_output_has_no_scale(tmp_path: Path) -> None:
-    interface = ModelInterface(images={"output": Image(scale=2)})
+    interface = ModelInterface(images={"output": ImageFeature(scale=2)})
     with pytest.raises(OptionError, match="'output' is an image of pixels from 0 to 255, without"):
         save_mlpackage(
             _program(Filter(), torch.rand(1, 3, 8, 8)), tmp_path / "a.mlpackage", None, interface
@@ -520,7 +525,7 @@ def test_a_package_is_not_replaced_unasked(tmp_path: Path) -> None:
 
 def test_an_input_may_have_the_name_of_the_label(tmp_path: Path) -> None:
     class Labelled(nn.Module):
-        def forward(self, classLabel: Tensor) -> Tensor:  # noqa: N803 - the name in question
+        def forward(self, classLabel: Tensor) -> Tensor:
             return classLabel.softmax(-1)
 
     interface = ModelInterface(labels=_LABELS, names={"classLabel": "scores"})

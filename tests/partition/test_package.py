@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.errors import LoweringError, OptionError, ProgramError
 from coreml_delegate.options.model_interface import ImageFeature, ModelInterface
 from coreml_delegate.partition import CoreMLPartitioner
-from coreml_delegate.partition.package import save_mlpackage
+from coreml_delegate.partition.export import lower_methods
+from coreml_delegate.partition.package import example_inputs, package_files, save_mlpackage
 from coreml_delegate.patches.third_party import quiet_import
 from coreml_delegate.runtime import load_mlpackage, patch_coremltools
 
@@ -470,17 +472,17 @@ def test_programs_that_are_no_model(
         ({"descriptions": {"z": "a"}}, "for --describe: got 'z'"),
     ],
 )
-def test_interfaces_that_do_not_fit(
-    interface: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_interfaces_that_do_not_fit(interface: dict[str, Any], message: str) -> None:
+    lowered, inputs = _lowered_scores()
     with pytest.raises(OptionError, match=re.escape(message)):
-        save_mlpackage(
-            _program(Scores(), torch.rand(1, 3, 8, 8)),
-            tmp_path / "a.mlpackage",
-            None,
-            ModelInterface(**interface),
-        )
-    assert not list(tmp_path.iterdir())
+        package_files(lowered, inputs, ModelInterface(**interface))
+
+
+@functools.cache
+def _lowered_scores() -> tuple[bytes, list[tuple[str, Any]]]:
+    program = _program(Scores(), torch.rand(1, 3, 8, 8))
+    inputs = example_inputs(program)
+    return bytes(lower_methods({"forward": program}, CoreMLPartitioner()).buffer), inputs
 
 
 def test_an_image_output_has_no_scale(tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def test_convert_declares_an_interface(capsys: pytest.CaptureFixture[str]) -> No
     assert "--image, --rename are for an .mlpackage" in capsys.readouterr().err
 
 
+@pytest.mark.slow  # the import of timm
 def test_a_model_of_timm(capsys: pytest.CaptureFixture[str]) -> None:
     with torchvision_importable():
         pytest.importorskip("timm")

@@ -48,7 +48,7 @@ def plans_of_core_ml(models: ProgramModels) -> Iterator[MatchedPlan]:
 
 
 def plans_of_files(paths: Sequence[Path], models: ProgramModels) -> Iterator[MatchedPlan]:
-    """Read plans, and match each with one of the models.
+    """Read plans, and find the model of each plan.
 
     Raises:
         OptionError: A file cannot be read, or is no plan.

@@ -237,7 +237,7 @@ def require_same_model(match: MatchedPlan) -> None:
 
 
 def _match(plan: ComputePlan, model: CheckedModel) -> MatchedPlan:
-    """Match a plan with one model, by names first and then by order."""
+    """Match a plan with a model: operations by name, nameless operations by order."""
     in_program = list(_operations(model.program))
     remaining = Counter(in_program)
     names: dict[int, str] = {}
@@ -332,7 +332,7 @@ def score_rules(compared: Sequence[ComparedOp]) -> list[RuleScore]:
 
 
 def _score(rule: str | None, compared: Iterable[ComparedOp]) -> RuleScore:
-    known = [op.planned for op in compared if op.planned.preferred is not None]
-    hits = [op for op in known if op.leaves_neural_engine]
+    planned = [op.planned for op in compared if op.planned.preferred is not None]
+    hits = [op for op in planned if op.leaves_neural_engine]
     unsupported = sum(Processor.NEURAL_ENGINE not in op.supported for op in hits)
-    return RuleScore(rule, len(hits), unsupported, len(known) - len(hits))
+    return RuleScore(rule, len(hits), unsupported, len(planned) - len(hits))

@@ -90,7 +90,11 @@ def read_plan(path: Path) -> ComputePlan:
     try:
         document: Any = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise OptionError(f"cannot read {file}", got=str(error)) from error
+        raise OptionError(
+            f"cannot read {file}",
+            got=str(error),
+            expected="a compute plan as JSON, or the folder that Xcode exports",
+        ) from error
     read = _plan_of_xcode if isinstance(document, dict) and _RESULTS in document else _plan
     try:
         plan = read(document)

@@ -74,7 +74,7 @@ def test_the_recording_is_of_its_model(monkeypatch, tmp_path, capsys):
 
 
 def test_the_workflow_runs_commands_of_ours():
-    workflow = yaml.safe_load(BLOCKS[".github/workflows/core-ml.yml"].text)
+    workflow = yaml.safe_load(BLOCKS["core-ml.yml"].text)
     (job,) = workflow["jobs"].values()
     assert job["runs-on"].startswith("macos-")
     lines = [shlex.split(step["run"]) for step in job["steps"] if "run" in step]

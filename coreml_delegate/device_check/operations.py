@@ -22,9 +22,7 @@ from coreml_delegate.device_check.records import (
 from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Binding, Constant, Op, Ref
-
-TOKENS = 2**16
-"""Number of values of uint16, to which the neural engine converts indices."""
+from coreml_delegate.targets import MOST_ROWS
 
 _TOPK = "topk"
 _RECURRENT = frozenset({"gru", "lstm", "rnn"})
@@ -111,7 +109,7 @@ def _wide_gathers(view: FunctionView) -> Iterator[tuple[str, Place]]:
         # Of constant indices only the largest matters.
         indices = view.array(op, "indices")
         largest = rows - 1 if indices is None else int(indices.max(initial=0))
-        if largest >= TOKENS:
+        if largest >= MOST_ROWS:
             yield f"{rows:,} rows", Place.of(view, op)
 
 
@@ -218,7 +216,7 @@ RULES = (
     ),
     Rule(
         name="wide-gather",
-        finds=f"a gather from more than {TOKENS:,} rows by computed indices",
+        finds=f"a gather from more than {MOST_ROWS:,} rows by computed indices",
         reason="Core ML converts token indices to uint16 when they are looked up on the neural "
         "engine, which does not work with the vocabulary of Llama 3.",
         consequence=Consequence.FAILS,

@@ -23,6 +23,7 @@ from coreml_delegate.device_check.records import (
 from coreml_delegate.quantization.weight_inventory import DENSE, StoredWeight
 from coreml_delegate.runtime.engines.base import Array
 from coreml_delegate.runtime.mil.dtypes import DType
+from coreml_delegate.targets import LARGEST_WEIGHTS
 
 SMALLEST = 4096
 """Size of the smallest weight that is a finding, in bytes."""
@@ -30,7 +31,6 @@ SMALLEST = 4096
 WORTH = 0.001
 """Smallest saving that is a finding, as a fraction of all weights of a program."""
 
-_LARGEST_FILE = 2**31  # bytes
 _WEIGHT = "weight"
 _SAMPLE = 4096  # elements that are examined first for few values
 _MOST_COLOURS = 256  # entries of the largest lookup table
@@ -200,7 +200,7 @@ def _duplicate(group: list[tuple[CheckedModel, StoredWeight]]) -> Details:
 def _large_files(evidence: Evidence) -> Iterator[Details]:
     for model in evidence.models:
         total = sum(weight.stored_bytes for weight in model.weights)
-        if total >= _LARGEST_FILE:
+        if total >= LARGEST_WEIGHTS:
             yield Details(model.name, None, f"{total:,} bytes")
 
 

@@ -97,7 +97,7 @@ def _lower(program: ExportedProgram, options: CompileOptions, *, records_constan
     check_program(boundary, options.deployment_target)
     _check_calls(program, options.deployment_target)
     if options.deployment_target is None:
-        opset = max(required_opset(program, boundary), options.oldest_for_compression)
+        opset = max(required_opset(program, boundary), options.oldest)
         # None is coremltools' oldest target, so only a later target is set.
         options = replace(options, deployment_target=opset if opset > Opset.iOS15 else None)
     # Number calls
@@ -105,7 +105,7 @@ def _lower(program: ExportedProgram, options: CompileOptions, *, records_constan
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     relations = {} if boundary.enumerated else relations_of(program)
     # Prepare
-    prepare(program, options.deployment_target)
+    prepare(program, options.deployment_target, options.device)
     # Convert
     with convert_program(
         program, options, in_fp32, records_constants=records_constants

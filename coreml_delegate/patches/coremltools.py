@@ -340,6 +340,24 @@ AROUND_FP16_CAST = _patch(
 )
 
 
+def _before_names(
+    rewrite: Callable[[Any], None], apply: Callable[..., None]
+) -> Callable[..., None]:
+    def apply_to_names(self: Any, program: Any) -> None:
+        rewrite(program)
+        apply(self, program)
+
+    return apply_to_names
+
+
+BEFORE_NAMES = _patch(
+    "coremltools.converters.mil.backend.mil.passes.sanitize_name_strings:sanitize_name_strings.apply",
+    _before_names,
+    "Rewrites for a device come after all passes that would undo them, and before names are made"
+    " distinct. The state is a function of the program.",
+)
+
+
 # Time and memory
 
 

@@ -105,7 +105,7 @@ def describe(
 def _buffers(
     program: ExportedProgram, values: Mapping[str, torch.Tensor], options: PartitionerOptions
 ) -> Iterator[BufferReport]:
-    reasons = obstacles_to_states(program, take_over=bool(options.take_over_mutable_buffer))
+    reasons = obstacles_to_states(program, options)
     for buffer in mutable_buffers(program):
         value: torch.Tensor = buffer.node.meta["val"]
         reason = reasons.get(buffer.name, "")
@@ -256,8 +256,8 @@ class _Partitions:
             for cause, is_present in properties.items()
             if is_present
         ]
-        if compiling.compression_demand is not None:
-            opset, cause = compiling.compression_demand
+        if compiling.demand is not None:
+            opset, cause = compiling.demand
             demands.append((cause, opset))
         target = max((opset for _, opset in demands), default=Opset.iOS15)
         causes = dict.fromkeys(cause for cause, opset in demands if opset is target)

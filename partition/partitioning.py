@@ -317,7 +317,7 @@ class Partitioning:
     def _options_for(self, calls: Sequence[Node], *, has_states: bool) -> CompileOptions:
         options, keep_fp32 = self._options.compiling, self._options.keep_fp32
         is_shared = self._options.shares_weights
-        translated = max((options.oldest, *map(self._proof.since, calls)))
+        translated = max((options.oldest_for_compression, *map(self._proof.since, calls)))
         required = required_opset(calls)
         # preprocess determines the target that rules and boundary demand.
         if options.deployment_target is None and (translated > required or is_shared):

@@ -97,7 +97,7 @@ def _lower(program: ExportedProgram, options: CompileOptions, *, records_constan
     check_program(boundary, options.deployment_target)
     _check_calls(program, options.deployment_target)
     if options.deployment_target is None:
-        opset = max(required_opset(program, boundary), options.oldest)
+        opset = max(required_opset(program, boundary), options.oldest_for_compression)
         # None is coremltools' oldest target, so only a later target is set.
         options = replace(options, deployment_target=opset if opset > Opset.iOS15 else None)
     # Number calls

@@ -32,10 +32,11 @@ from coreml_delegate.formats.blob import Content
 from coreml_delegate.formats.files import temporary_folder, write_folder
 from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.lowering.coremltools_options import compression_passes, convert_keywords
-from coreml_delegate.lowering.debug_handles import operation_calls
+from coreml_delegate.lowering.debug_handles import HANDLE, operation_calls
 from coreml_delegate.lowering.fp16 import fp16_cast, remaining_constants, remove_dead_code
 from coreml_delegate.lowering.native_parts import native_parts
 from coreml_delegate.mil.passes.for_devices import REWRITES, REWRITES_IN_FP32, rewrite
+from coreml_delegate.ops.call import target_name
 from coreml_delegate.options.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.patches import Patch, patched
 from coreml_delegate.patches import coremltools as coremltools_patches
@@ -94,8 +95,21 @@ def convert_program(
         check_compiler()
     with temporary_folder() as folder:
         yield _convert(
-            lambda: (program, {}), options, in_fp32, folder, records_constants=records_constants
+            lambda: (program, {}),
+            options,
+            in_fp32,
+            folder,
+            natural_lookups=_natural_lookups(program),
+            records_constants=records_constants,
         )
+
+
+def _natural_lookups(program: ExportedProgram) -> frozenset[int]:
+    """Return the debug handles of lookups by indices that are at least 0."""
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    records = ((node, ops.record_of(target_name(node.target))) for node in calls)
+    naturals = (node for node, record in records if record and record.natural_indices)
+    return frozenset(node.meta[HANDLE] for node in naturals if HANDLE in node.meta)
 
 
 @contextmanager
@@ -202,6 +216,7 @@ def _convert(
     folder: Path,
     *,
     records_constants: bool,
+    natural_lookups: frozenset[int] = frozenset(),
     source: str = "pytorch",
 ) -> Conversion:
     ct = coremltools()
@@ -223,6 +238,7 @@ def _convert(
             patched(
                 *coremltools_patches.WORKAROUNDS,
                 *coremltools_patches.faster(),
+                coremltools_patches.GUARD_INDICES.with_state(natural_lookups),
                 *_device_rewrites(options.device),
             ),
             _collecting_new_objects_only(),

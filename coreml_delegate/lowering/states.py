@@ -168,7 +168,8 @@ def _widen(program: ExportedProgram, buffer: _Buffer, count: int, first: Node) -
         user.replace_input_with(node, narrowed)
     output = program.graph.output_node()
     position = program.graph_signature.output_specs.index(buffer.mutation)
-    results: Any = list(output.args[0])
+    old_results: Any = output.args[0]
+    results: list[Any] = list(old_results)
     results[position] = insert(output, ATEN.constant_pad_nd.default, results[position], [0, count])
     output.args = (tuple(results),)
     buffer.mutation.arg = TensorArgument(results[position].name)

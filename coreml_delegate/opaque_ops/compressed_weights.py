@@ -29,7 +29,6 @@ from coreml_delegate.ops.compressed import blocks
 from coreml_delegate.ops.constants import is_derived, stored_nodes
 from coreml_delegate.ops.edits import arguments_of, become, insert, shape_of, value_of
 from coreml_delegate.ops.mil_ops import value_in
-from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.patches.torch import is_traceable_wrapper_subclass
 from coreml_delegate.targets import Opset
 

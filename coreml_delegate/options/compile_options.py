@@ -62,10 +62,6 @@ if TYPE_CHECKING:
     from executorch.exir.backend.compile_spec_schema import CompileSpec
 
 
-_DEVICE_OPSET = Opset.iOS16
-"""First opset with lookup tables of weights, and fp16 features."""
-
-
 class Precision(enum.Enum):
     """The floating-point type that Core ML computes in, independent of the PyTorch model's.
 
@@ -330,9 +326,9 @@ class CompileOptions:
     device: Device | None = option(
         default=None,
         check=optional(member(Device, texts=values_of(Device))),
-        doc="Processor that programs are shaped for, see ``docs/check.md``; None to leave them as "
-        "they are.",
-        argument=Argument("--for", choices=values_of(Device)),
+        doc="Processor that the program is shaped for, see ``docs/check.md``; None to leave it as it "
+        "is.",
+        argument=Argument("--for", choices=values_of(Device), dest="device"),
         is_in_recipes=True,
         spec=_enum_form("device", Device),
     )
@@ -380,17 +376,9 @@ class CompileOptions:
         return demand(self.op_linear_quantizer_config, self.weight_compression)
 
     @property
-    def demand(self) -> tuple[Opset, str] | None:
-        """The oldest opset that these options need without a target, and what needs it."""
-        demanded = self.compression_demand
-        if self.device is None or (demanded is not None and demanded[0] >= _DEVICE_OPSET):
-            return demanded
-        return _DEVICE_OPSET, f"the form for the {self.device.text}"
-
-    @property
-    def oldest(self) -> Opset:
-        """The opset of ``demand``."""
-        return (self.demand or (Opset.iOS15, ""))[0]
+    def oldest_for_compression(self) -> Opset:
+        """The opset of ``compression_demand``."""
+        return (self.compression_demand or (Opset.iOS15, ""))[0]
 
     def check_compression(self) -> None:
         """Check that the deployment target supports weight compression.

@@ -29,7 +29,6 @@ from coreml_delegate.options.declaration import (
     option_class,
     options_of,
 )
-
 from coreml_delegate.targets import Device
 
 if TYPE_CHECKING:

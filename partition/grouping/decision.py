@@ -122,7 +122,8 @@ def _trifles(groups: Sequence[Group], constants: Collection[Node]) -> dict[Node,
         weights = {v for node in group for v in node.all_input_nodes if v in constants}
         is_small = flops < TRIFLE * total and sum(map(bytes_of, weights)) < _TRIFLE_WEIGHTS
         if is_small and all(is_part(node) or runs_on_cpu(node) for node in group):
-            text = f"its partition would have {count} operation(s) with {flops / total:.2%} of the work"
+            share = f"{count} operation(s) with {flops / total:.2%} of the work"
+            text = f"its partition would have {share}"
             reason = Reason(ReasonCode.DEVICE, text, "Lower for no device to delegate it")
             reasons.update(dict.fromkeys(group, reason))
     return reasons

@@ -256,8 +256,8 @@ class _Partitions:
             for cause, is_present in properties.items()
             if is_present
         ]
-        if compiling.demand is not None:
-            opset, cause = compiling.demand
+        if compiling.compression_demand is not None:
+            opset, cause = compiling.compression_demand
             demands.append((cause, opset))
         target = max((opset for _, opset in demands), default=Opset.iOS15)
         causes = dict.fromkeys(cause for cause, opset in demands if opset is target)

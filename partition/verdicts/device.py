@@ -113,8 +113,8 @@ def _computed_size(node: Node, _: Set[Node]) -> str | None:
     return "a result whose size depends on values" if new else None
 
 
-def _unbacked(node: Node) -> Set[object]:
-    return {s for t in tensors_of(node.meta.get("val")) for s in free_unbacked_symbols(t)}
+def _unbacked(node: Node) -> frozenset[object]:
+    return frozenset(s for t in tensors_of(node.meta.get("val")) for s in free_unbacked_symbols(t))
 
 
 _CHECKS: tuple[Callable[[Node, Set[Node]], str | None], ...] = (

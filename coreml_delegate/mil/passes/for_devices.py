@@ -74,9 +74,9 @@ def visible_rows_as_factor(op: Any) -> None:
     It is ``select(max(float(visible)) <= 0, 0, attention)``, where ``visible`` is a boolean mask, or
     ``mask > -inf``. The neural engine has no booleans.
     """
-    comparison = made_by(op.cond, "less_equal") if op.op_type == "select" else None
-    largest = comparison and made_by(comparison.x, "reduce_max")
-    truths = largest and made_by(largest.x, "cast")
+    comparison: Any = made_by(op.cond, "less_equal") if op.op_type == "select" else None
+    largest: Any = comparison and made_by(comparison.x, "reduce_max")
+    truths: Any = largest and made_by(largest.x, "cast")
     if not truths or number_in(comparison.y) != 0 or number_in(op.a) != 0:
         return
     keywords: Any = {"before_op": largest}
@@ -271,7 +271,8 @@ def _fill(kernel: NDArray[Any], axis: int, stride: int) -> NDArray[Any]:
 
 def _split_shape(shape: Any, axis: int, stride: int) -> tuple[list[int], list[int], list[int]]:
     """Return the shape with an axis as [steps, stride], an order with the stride after the
-    channels, and the shape with both as channels."""
+    channels, and the shape with both as channels.
+    """
     sizes = [int(size) for size in shape]
     split = [*sizes[:axis], sizes[axis] // stride, stride, *sizes[axis + 1 :]]
     order = [0, 1, axis + 1, *range(2, axis + 1), *range(axis + 2, len(split))]

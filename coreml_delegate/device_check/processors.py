@@ -20,15 +20,15 @@ _LISTED = 5  # kinds of operations in a line
 class ProcessorShare:
     """The operations of a delegate's function that the neural engine can run.
 
-    A rule that says of an operation that it leaves the neural engine counts it out; a rule about the
-    whole function counts all of its operations out.
+    An operation counts as elsewhere if a rule says that it leaves the neural engine; a rule about
+    the whole function says so of all operations.
 
     Attributes:
         delegate: Names of the delegates that run the function.
         share: Estimated FLOPs on the neural engine, from 0 to 1 of those of the function.
         operations: Number of operations.
         elsewhere: Kinds of the other operations, each with its number, most frequent first.
-        rules: Names of the rules that count them out.
+        rules: Names of the rules that say so.
     """
 
     delegate: str

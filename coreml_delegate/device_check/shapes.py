@@ -10,14 +10,26 @@ from coreml_delegate.device_check.records import (
     Consequence,
     Details,
     Place,
+    Rewrite,
     Rule,
     each_function,
     each_value,
     view_details,
 )
+from coreml_delegate.lowering.states import make_states
+from coreml_delegate.mil.passes.for_devices import flattened_as_convolution
+from coreml_delegate.partition.grouping.mutable_buffers import obstacle_to_all_states
+from coreml_delegate.partition.verdicts.device import device_refusals
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, TensorType
-from coreml_delegate.targets import LARGEST_DIMENSION, PADDING_THAT_COUNTS, STATE_WIDTH, padding_of
+from coreml_delegate.targets import (
+    LARGEST_DIMENSION,
+    PADDING_THAT_COUNTS,
+    STATE_WIDTH,
+    Device,
+    padding_of,
+)
+from coreml_delegate.transforms.for_devices import shape_for_neural_engine
 
 LARGEST_RANK = 5
 """Largest rank of a tensor on the neural engine."""
@@ -137,6 +149,11 @@ RULES = (
         "and concatenate outside of the delegate",
         sources=(sources.DIMENSIONS, sources.LARGEST_TENSOR),
         examine=each_value(_large_dimensions),
+        rewrite=Rewrite(
+            (Device.NEURAL_ENGINE,),
+            (shape_for_neural_engine, flattened_as_convolution),
+            "for linear layers, and what is cheap at the ends",
+        ),
     ),
     Rule(
         name="state-width",
@@ -148,6 +165,7 @@ RULES = (
         "(take_over_mutable_buffer=False)",
         sources=(sources.STATE_WIDTH,),
         examine=each_function(_state_widths),
+        rewrite=Rewrite((Device.NEURAL_ENGINE,), (make_states,)),
     ),
     Rule(
         name="flexible-input",
@@ -168,6 +186,7 @@ RULES = (
         "CPU (skip_ops_for_coreml_delegation)",
         sources=(sources.AUTHORING_RULES,),
         examine=each_value(_computed_shapes),
+        rewrite=Rewrite((Device.NEURAL_ENGINE,), (device_refusals,), "if ExecuTorch has a kernel"),
     ),
     Rule(
         name="enumerated-layer-norm",
@@ -191,6 +210,7 @@ RULES = (
         sources=(sources.STATE_AND_RANGE,),
         examine=each_function(_states_and_ranges),
         neural_engine=False,
+        rewrite=Rewrite(tuple(Device), (obstacle_to_all_states,)),
     ),
     Rule(
         name="high-rank",
@@ -210,5 +230,10 @@ RULES = (
         remedy="Transpose the tensor, so that a dimension of 32 elements or more comes last",
         sources=(sources.TRANSFORMERS, sources.AUTHORING_RULES),
         examine=each_function(_narrow_axes),
+        rewrite=Rewrite(
+            (Device.NEURAL_ENGINE,),
+            (shape_for_neural_engine,),
+            "for inputs and outputs of the program",
+        ),
     ),
 )

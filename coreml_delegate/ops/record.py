@@ -74,7 +74,7 @@ class OpRecord:
             None if coremltools translates it.
         moves_data: The result has the unchanged elements of the first argument: coremltools may
             translate a call that keeps the shape to its argument.
-        natural_indices: PyTorch refuses negative indices, so that a gather on Core ML needs no check.
+        natural_indices: Whether PyTorch refuses negative indices, so that Core ML needs no check.
         flops: Estimates the operations of a call.
         quantization: How the quantizer treats the op.
     """

@@ -326,8 +326,7 @@ class CompileOptions:
     device: Device | None = option(
         default=None,
         check=optional(member(Device, texts=values_of(Device))),
-        doc="Processor that the program is shaped for, see ``docs/check.md``; None to leave it as it "
-        "is.",
+        doc="Processor to shape the program for, see ``docs/check.md``; None to leave it as it is.",
         argument=Argument("--for", choices=values_of(Device), dest="device"),
         is_in_recipes=True,
         spec=_enum_form("device", Device),

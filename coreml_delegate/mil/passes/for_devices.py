@@ -16,7 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coreml_delegate.mil.compose import mb, number
-from coreml_delegate.mil.compose.compressed import emit_look_up, index_bits, is_converted_to
+from coreml_delegate.mil.compose.compressed import (
+    emit_look_up,
+    index_bits,
+    is_blockwise,
+    is_converted_to,
+)
 from coreml_delegate.mil.passes.matching import (
     MOVES,
     constants,
@@ -71,8 +76,8 @@ def _name(op: Any) -> str:
 def visible_rows_as_factor(op: Any) -> None:
     """Multiply an attention by 0 or 1, in place of a selection that makes hidden rows 0.
 
-    It is ``select(max(float(visible)) <= 0, 0, attention)``, where ``visible`` is a boolean mask, or
-    ``mask > -inf``. The neural engine has no booleans.
+    It is ``select(max(float(visible)) <= 0, 0, attention)``, where ``visible`` is a boolean mask,
+    or ``mask > -inf``. The neural engine has no booleans.
     """
     comparison: Any = made_by(op.cond, "less_equal") if op.op_type == "select" else None
     largest: Any = comparison and made_by(comparison.x, "reduce_max")
@@ -182,7 +187,7 @@ def flattened_as_convolution(op: Any) -> None:
 # Strides
 
 
-def _is_smooth(stride: int) -> bool:
+def is_smooth(stride: int) -> bool:
     """Return whether a number is 2^a 3^b."""
     for factor in (2, 3):
         while stride % factor == 0:
@@ -199,7 +204,7 @@ def strides_to_channels(op: Any) -> None:
     if op.op_type != "conv" or made_by(op.weight, "const") is None:
         return
     strides = [int(stride) for stride in op.strides.val]
-    if all(map(_is_smooth, strides)) or any(int(rate) != 1 for rate in op.dilations.val):
+    if all(map(is_smooth, strides)) or any(int(rate) != 1 for rate in op.dilations.val):
         return
     spatial = op.x.shape[2:]
     if not all(isinstance(size, int | np.integer) for size in (*op.x.shape[:2], *spatial)):
@@ -270,8 +275,9 @@ def _fill(kernel: NDArray[Any], axis: int, stride: int) -> NDArray[Any]:
 
 
 def _split_shape(shape: Any, axis: int, stride: int) -> tuple[list[int], list[int], list[int]]:
-    """Return the shape with an axis as [steps, stride], an order with the stride after the
-    channels, and the shape with both as channels.
+    """Return how a stride becomes channels: a shape, an order and the shape after it.
+
+    The first shape has the axis as [steps, stride]; the order has the stride after the channels.
     """
     sizes = [int(size) for size in shape]
     split = [*sizes[:axis], sizes[axis] // stride, stride, *sizes[axis + 1 :]]
@@ -390,6 +396,8 @@ def tables_of_few_values(op: Any) -> None:
         if table is None or table_bytes(values, len(table)) >= values.nbytes:
             continue
         indices = np.searchsorted(table, values)
+        if not is_blockwise() and index_bits(len(table)) == 3:  # which iOS18 was the first to have
+            table = np.pad(table, (0, 2**4 - len(table)))
         shape = (*(1,) * values.ndim, len(table), 1)
         name = f"{var.name}_table"
         look_up = emit_look_up(indices, table.reshape(shape), None, name, before_op=op)

@@ -11,7 +11,8 @@ The header is an object with these keys::
 
     program    {"name": str, "files": [file, ...]}; "name" is the name of the file or folder, and
                files outside of it are external data
-    run        {"engines": {engine: [dtype, ...]}, "host": str, "compute_units": [str, ...]}
+    run        {"engines": {engine: [dtype, ...]}, "host": str, "compute_units": [str, ...]}; no
+               dtypes if the recorder does not know them, or if there are integers only
     machine    properties of the machine: {str: str or null}
     versions   versions of its software: {str: str or null}
     calls      [{"method": str, "inputs": [value, ...], "outputs": {name: value}}, ...]

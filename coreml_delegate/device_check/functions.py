@@ -103,7 +103,12 @@ class FunctionView:
 
 def is_stored(op: Op) -> bool:
     """Whether an op is a constant, or decompresses constants."""
-    return op.type == CONST or op.type.startswith(DECOMPRESSIONS)
+    return is_stored_type(op.type)
+
+
+def is_stored_type(op_type: str) -> bool:
+    """Whether ops of a type are constants, or decompress constants."""
+    return op_type == CONST or op_type.startswith(DECOMPRESSIONS)
 
 
 def operands(op: Op) -> Iterator[Binding]:

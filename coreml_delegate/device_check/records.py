@@ -159,8 +159,7 @@ class Place:
     @classmethod
     def of(cls, view: FunctionView, op: Op) -> Place:
         """Return the place of an op."""
-        name = op.outputs[0].name if op.outputs else op.name
-        return cls(op.type, name, view.locations[op], view.module_of(op))
+        return cls(op.type, place_name(op), view.locations[op], view.module_of(op))
 
     def __str__(self) -> str:
         at = "" if self.location is None else f" at {self.location}"
@@ -174,6 +173,11 @@ class Place:
             "location": None if self.location is None else str(self.location),
             "module": self.module,
         }
+
+
+def place_name(op: Op) -> str:
+    """Return the name of an op's first output, or its own name if it has no output."""
+    return op.outputs[0].name if op.outputs else op.name
 
 
 @dataclass(frozen=True, slots=True)

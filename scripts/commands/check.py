@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ from coreml_delegate.scripts.commands.trace_values import warn_of_rounded_consta
 
 if TYPE_CHECKING:
     from coreml_delegate.device_check import Finding, MeasuredProgram
-    from coreml_delegate.device_check.compute_plan import ComparedOp
+    from coreml_delegate.device_check.compute_plan import MatchedPlan
     from coreml_delegate.runtime import Diagnosis
     from coreml_delegate.scripts.device_findings import ProgramModels
 
@@ -84,6 +83,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="on a Mac: show each operation's processor in Core ML's plan, beside the rules' "
         "predictions",
     )
+    add_path(
+        parser,
+        "--against",
+        "PLAN",
+        "show the same for a plan from another machine, as JSON or as the performance report that "
+        "Xcode exports (NAME.mlperf); repeatable",
+        action="append",
+        default=[],
+    )
     arguments.add_data(parser)
     arguments.add_report(parser, _FORMS, what="the findings")
     arguments.add_force(parser)
@@ -105,12 +113,14 @@ def run(args: argparse.Namespace) -> int:
         from coreml_delegate.device_check.compute_plan import require_macos
         from coreml_delegate.device_check.processors import processor_shares
         from coreml_delegate.scripts import device_findings
+        from coreml_delegate.scripts.compute_plans import compare
     for name in args.ignore:
         rule_named(name)
     if args.compute_plan:
         require_macos()
     with console.step(f"Reading {args.program}"):
         models = _models(args)
+    plans = _plans(args, models)
     for delegates, why in models.unreadable.items():
         console.warn(f"{delegates} is not checked: {why}")
     samples = _samples(args)
@@ -132,11 +142,10 @@ def run(args: argparse.Namespace) -> int:
     }
     text = device_findings.table(findings) if findings else "nothing found"
     text = "\n\n".join([text, *(["\n".join(map(str, shares))] if shares else [])])
-    if args.compute_plan:
-        with console.step("Asking Core ML for its plans"):
-            plans = dict(_plans(models, findings))
-        content["compute_plans"] = {name: _plan_data(plan) for name, plan in plans.items()}
-        text = "\n\n".join((text, *(_plan_text(name, plan) for name, plan in plans.items())))
+    if plans:
+        compared = [(plan.model.name, *compare(plan, findings)) for plan in plans]
+        content["compute_plans"] = [{"delegates": n, **data} for n, _, data in compared]
+        text = "\n\n".join((text, *(plan_text for _, plan_text, _ in compared)))
     with ExitStack() as files:
         for path in reports:
             file = files.enter_context(new_output(path, force=args.force))
@@ -259,20 +268,15 @@ def _measurement(
     return MeasuredProgram(tuple(delegate_names(program.method(name)).values()), measured)
 
 
-def _plans(
-    models: ProgramModels, findings: Sequence[Finding]
-) -> Iterator[tuple[str, list[ComparedOp]]]:
-    from coreml_delegate.device_check.compute_plan import compare_plan, compute_plan
-    from coreml_delegate.formats.files import write_folder
-    from coreml_delegate.formats.mlpackage import empty_folders
+def _plans(args: argparse.Namespace, models: ProgramModels) -> list[MatchedPlan]:
+    """Get the plans from the files of --against, and from Core ML on this Mac."""
+    from coreml_delegate.scripts.compute_plans import plans_of_core_ml, plans_of_files
 
-    for entry in models.models:
-        with tempfile.TemporaryDirectory(prefix="coreml-delegate-") as folder:
-            package = Path(folder) / "model.mlpackage"
-            write_folder(entry.files, package, folders=empty_folders(entry.files))
-            units = {use.compute_unit for use in entry.model.uses}
-            planned = compute_plan(package, units.pop() if len(units) == 1 else None)
-        yield entry.model.name, compare_plan(planned, findings, entry.model.name)
+    plans = list(plans_of_files(args.against, models)) if args.against else []
+    if args.compute_plan:
+        with console.step("Asking Core ML for its plans"):
+            plans += plans_of_core_ml(models)
+    return plans
 
 
 def _precision_data(program: MeasuredProgram) -> dict[str, Any]:
@@ -282,43 +286,6 @@ def _precision_data(program: MeasuredProgram) -> dict[str, Any]:
         "holds": measurement.holds,
         "is_reached": measurement.is_reached,
     }
-
-
-def _plan_data(plan: Sequence[ComparedOp]) -> list[dict[str, Any]]:
-    return [
-        {
-            "function": op.planned.function,
-            "op": op.planned.op_type,
-            "output": op.planned.output,
-            "runs_on": None if op.planned.preferred is None else op.planned.preferred.value,
-            "supported": [processor.value for processor in op.planned.supported],
-            "cost": op.planned.cost,
-            "predicted_by": list(op.predicted),
-        }
-        for op in plan
-    ]
-
-
-def _plan_text(name: str, plan: Sequence[ComparedOp]) -> str:
-    from coreml_delegate.device_check.compute_plan import Processor
-
-    counts: Counter[str] = Counter()
-    costs: dict[str, float] = {}
-    rows = [("operation", "output", "runs on", "share", "predicted by")]
-    for compared in plan:
-        op = compared.planned
-        unit = "unknown" if op.preferred is None else op.preferred.value
-        counts[unit] += 1
-        costs[unit] = costs.get(unit, 0.0) + (op.cost or 0.0)
-        if op.preferred is not Processor.NEURAL_ENGINE or compared.predicted:
-            share = "-" if op.cost is None else f"{op.cost:.1%}"
-            rows.append((op.op_type, op.output, unit, share, ", ".join(compared.predicted) or "-"))
-    summary = [("runs on", "operations", "share")]
-    summary += [(unit, str(n), f"{costs[unit]:.1%}") for unit, n in counts.most_common()]
-    sections = [f"Core ML's plan of {name}", console.columns(summary, indent=2)]
-    if len(rows) > 1:
-        sections.append(console.columns(rows, indent=2))
-    return "\n".join(sections)
 
 
 def _fail_on(findings: Sequence[Finding], consequences: Sequence[str]) -> None:

@@ -51,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
         loading = Loading(path, args.engine, args.host, engine_options(args), tuple(data))
         with console.step("Comparing"):
             results, execution = replay(recording, loading)
-    recorded = Execution(recording.run.engines, recording.run.engines)
+    # A recorder that cannot read the program's types leaves them out.
+    declared = tuple(sorted({t for types in execution.declared.values() for t in types}))
+    engines = {name: types or declared for name, types in recording.run.engines.items()}
+    recorded = Execution(engines, engines)
     print_results(results, execution, against=recorded, as_json=args.json)
     if not args.json:
         facts = describe(recording)

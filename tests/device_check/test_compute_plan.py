@@ -57,7 +57,7 @@ def test_elsewhere_it_is_an_error(package):
 
 def test_every_operation_has_its_processor(package, tmp_path, monkeypatch):
     mac = Mac(monkeypatch, tmp_path, {"topk": CPU, "tanh": GPU})
-    planned = compute_plan(package, None)
+    planned = compute_plan(package, None).operations
     found = {(op.op_type, op.output): op for op in planned}
     assert all(op.op_type != "const" for op in planned)
     assert found["relu", "positive"].preferred is Processor.NEURAL_ENGINE
@@ -73,19 +73,20 @@ def test_every_operation_has_its_processor(package, tmp_path, monkeypatch):
 
 def test_the_plan_is_for_the_compute_unit_of_the_program(package, tmp_path, monkeypatch):
     mac = Mac(monkeypatch, tmp_path, {})
-    compute_plan(package, ComputeUnit.CPU_AND_NE)
+    plan = compute_plan(package, ComputeUnit.CPU_AND_NE)
+    assert plan.compute_unit is ComputeUnit.CPU_AND_NE
     assert mac.asked == ["CPU_AND_NE"]
 
 
 def test_operations_that_core_ml_says_nothing_about(package, tmp_path, monkeypatch):
     Mac(monkeypatch, tmp_path, {"topk": None})
-    (top,) = [op for op in compute_plan(package, None) if op.op_type == "topk"]
+    (top,) = [op for op in compute_plan(package, None).operations if op.op_type == "topk"]
     assert (top.preferred, top.supported, top.cost) == (None, (), None)
 
 
 def test_nested_operations_are_in_the_plan(tmp_path, monkeypatch):
     Mac(monkeypatch, tmp_path, {})
-    planned = compute_plan(saved(tmp_path / "cond.mlpackage", branches), None)
+    planned = compute_plan(saved(tmp_path / "cond.mlpackage", branches), None).operations
     assert "inside" in {op.output for op in planned}
 
 
@@ -99,18 +100,19 @@ def test_predictions_stand_beside_the_plan(package, tmp_path, monkeypatch):
     Mac(monkeypatch, tmp_path, {"topk": CPU})
     model = CheckedModel(read_mlpackage(package), (Use("forward_0", "main"),))
     findings = check([model])
-    compared = compare_plan(compute_plan(package, None), findings, "forward_0")
+    planned = compute_plan(package, None).operations
+    compared = compare_plan(planned, findings, "forward_0")
     predicted = {each.planned.output: each.predicted for each in compared}
     # The program computes in fp32, which concerns each operation of it.
     assert predicted["top_0"] == ("topk", "fp32-program")
     assert predicted["positive"] == ("fp32-program",)
-    others = compare_plan(compute_plan(package, None), findings, "forward_1")
+    others = compare_plan(planned, findings, "forward_1")
     assert {each.predicted for each in others} == {()}
 
 
 @pytest.mark.macos
 @pytest.mark.skipif(sys.platform != "darwin", reason="needs Core ML itself")
 def test_core_ml_has_a_plan(package):
-    planned = compute_plan(package, ComputeUnit.ALL)
+    planned = compute_plan(package, ComputeUnit.ALL).operations
     assert {"relu", "topk", "tanh"} <= {op.op_type for op in planned}
     assert all(op.preferred is not None for op in planned if op.op_type == "relu")

@@ -18,6 +18,7 @@ from support.programs import export_case
 
 from coreml_delegate.device_check import RULES, Consequence
 from coreml_delegate.formats.files import new_folder
+from coreml_delegate.runtime.mil.reader import read_mlpackage
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.cli import main
 from coreml_delegate.scripts.commands import check
@@ -333,15 +334,15 @@ def test_plans_need_a_mac(package, capsys):
 def test_the_plan_beside_the_prediction(package, capsys, tmp_path, monkeypatch):
     Mac(monkeypatch, tmp_path, {"topk": CPU, "square": CPU})
     assert main(["check", package, "--compute-plan", "--json"]) == 0
-    (plan,) = read(capsys)["compute_plans"].values()
-    by_op = {entry["op"]: entry for entry in plan}
+    (plan,) = read(capsys)["compute_plans"]
+    by_op = {entry["op"]: entry for entry in plan["operations"]}
     assert by_op["topk"]["runs_on"] == "CPU"
     assert by_op["topk"]["predicted_by"] == ["topk"]
     assert by_op["square"]["runs_on"] == "CPU"
     assert by_op["square"]["predicted_by"] == []
     assert main(["check", package, "--compute-plan"]) == 0
     out = capsys.readouterr().out
-    assert "Core ML's plan of model\n" in out
+    assert "Core ML's plan of model on " in out
     assert re.search(r"^  topk +top_0 +CPU +25\.0% +topk$", out, re.M)
     assert re.search(r"^  square +sq +CPU +25\.0% +-$", out, re.M)
 
@@ -349,8 +350,55 @@ def test_the_plan_beside_the_prediction(package, capsys, tmp_path, monkeypatch):
 def test_the_plan_of_a_pte_is_for_its_compute_unit(exported, capsys, tmp_path, monkeypatch):
     mac = Mac(monkeypatch, tmp_path, {})
     assert main(["check", str(exported / "a.pte"), "--compute-plan", "--json"]) == 0
-    assert list(read(capsys)["compute_plans"]) == ["forward_0"]
+    (plan,) = read(capsys)["compute_plans"]
+    assert (plan["delegates"], plan["compute_unit"]) == ("forward_0", "all")
+    assert plan["matched"] == plan["in_program"] == len(plan["operations"])
     assert mac.asked == ["ALL"]
+
+
+def plan_file(path, package, **changes):
+    """Write the plan of a package: topk on the CPU, everything else on the neural engine."""
+    devices = {"topk": ("CPU", ["CPU"]), **changes}
+    engine = ("neural engine", ["CPU", "neural engine"])
+    operations = [
+        {"op": f"ios16.{op.type}", "output": op.outputs[0].name}
+        | dict(zip(("runs_on", "supported"), devices.get(op.type, engine), strict=True))
+        for op in read_mlpackage(Path(package)).function().block.ops
+    ]
+    Path(path).write_text(json.dumps({"version": 1, "device": "M9", "operations": operations}))
+    return path
+
+
+def test_hits_and_misses_of_a_plan_from_elsewhere(package, capsys):
+    plan_file("plan.json", package)
+    assert main(["check", package, "--against", "plan.json"]) == 0
+    out = capsys.readouterr().out
+    assert "Core ML's plan of model on M9\n" in out
+    assert re.search(r"^  topk +1 +1 +0\n  \(no rule\) +0 +0 +-$", out, re.M)
+    assert re.search(r"^  topk +top_0 +CPU +- +topk$", out, re.M)
+    other = plan_file("other.json", package, topk=("neural engine", []), square=("GPU", ["GPU"]))
+    assert main(["check", package, "--against", "plan.json", "--against", other, "--json"]) == 0
+    _, plan = read(capsys)["compute_plans"]
+    assert plan["rules"] == [
+        {"rule": "topk", "hits": 0, "unsupported": 0, "misses": 1},
+        {"rule": None, "hits": 1, "unsupported": 1, "misses": 0},
+    ]
+    # The data of a comparison is a plan too.
+    Path("again.json").write_text(json.dumps(plan))
+    assert main(["check", package, "--against", "again.json", "--json"]) == 0
+    assert read(capsys)["compute_plans"] == [plan]
+
+
+def test_a_plan_of_another_model_is_an_error(package, exported, capsys):
+    plan_file("plan.json", package)
+    assert main(["check", str(exported / "a.pte"), "--against", "plan.json"]) == 1
+    assert re.search(
+        r"plan\.json: the plan is of another model: got 2 of its 2 operations did not match, "
+        r"expected the \d+ operations of forward_0\. Pass the plan of exactly this program$",
+        error(capsys),
+    )
+    assert main(["check", package, "--against", "missing.json"]) == 1
+    assert "cannot read missing.json" in error(capsys)
 
 
 # the page

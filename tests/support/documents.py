@@ -25,7 +25,7 @@ COMMAND = "coreml-delegate"
 RUN = ("python", "sh")
 """Languages of blocks that are run."""
 
-NOT_RUN = ("text", "json", "cmake", "toml", "swift")
+NOT_RUN = ("text", "json", "cmake", "toml", "swift", "yaml")
 """Languages of blocks that are read: what a program prints, or files."""
 
 GENERATED = ("jax-support.md", "op-support.md", "regressions.md")

@@ -63,7 +63,7 @@ def device_refusals(
     for node in _at_the_ends(program, {*refused, *reasons}, constants):
         text = f"a dimension above {LARGEST_DIMENSION:,} before or after the model: {_WHY}"
         reasons[node] = Reason(ReasonCode.DEVICE, text, _REMEDY)
-    for node in _only_for_the_cpu(program, {*refused, *reasons}, constants):
+    for node in _only_for_the_cpu(program, reasons.keys(), refused, constants):
         reasons[node] = Reason(ReasonCode.DEVICE, "only calls on the CPU need it", _REMEDY)
     return refuse_results(reasons)
 
@@ -144,17 +144,17 @@ def _at_the_ends(
 
 
 def _only_for_the_cpu(
-    program: ExportedProgram, refused: Set[Node], constants: Set[Node]
+    program: ExportedProgram, moved: Set[Node], refused: Collection[Node], constants: Set[Node]
 ) -> Iterator[Node]:
-    """Yield calls of little work whose results only calls on the CPU read.
+    """Yield calls of little work whose results only calls read that have moved to the CPU.
 
     Of calls on constants, one reader on the CPU is enough: they take no input.
     """
-    on_cpu = set(refused)
+    on_cpu = set(moved)
     nodes = program.graph.nodes
     most = TRIFLE * sum(flops_of(node) for node in nodes if node.op == "call_function")
     for node in reversed(nodes):
-        if node in on_cpu or not node.users or not _may_leave(node):
+        if node in on_cpu or node in refused or not node.users or not _may_leave(node):
             continue
         is_enough = any if node in constants else all
         if is_enough(user in on_cpu for user in node.users) and flops_of(node) <= most:

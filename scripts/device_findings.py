@@ -178,6 +178,8 @@ def _rule_lines(rule: Rule, remedies: Iterable[str]) -> Iterator[str]:
     yield f"  {rule.reason}"
     for remedy in remedies:
         yield f"  remedy: {remedy}"
+    if rule.rewrite is not None:
+        yield f"  done by: export {rule.rewrite}"
     for source in rule.sources:
         yield f"  source: {source.title}"
         yield f"          {source.url}"

@@ -216,8 +216,9 @@ class Rewrite:
     limit: str = ""
 
     def __str__(self) -> str:
-        devices = " or ".join(f"--for {device.value}" for device in self.devices)
-        return f"{devices}{f', {self.limit}' if self.limit else ''}"
+        has_all = len(self.devices) == len(Device)
+        device = "any" if has_all else ", ".join(device.value for device in self.devices)
+        return f"--for {device}{f', {self.limit}' if self.limit else ''}"
 
 
 @dataclass(frozen=True, slots=True)

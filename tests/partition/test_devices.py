@@ -1,4 +1,4 @@
-"""``CoreMLPartitioner(device=...)``: what moves to the CPU, and what changes in layers and states."""
+"""``CoreMLPartitioner(device=...)``: calls that move to the CPU, and changed layers and states."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_program_without_fault(capsys):
     assert capsys.readouterr().out == (
         "nothing found\n\n"
         "forward_0: 100.0% of the work can run on the neural engine, with all 7 operations\n"
-        "forward_1: 100.0% of the work can run on the neural engine, with all 7 operations\n"
+        "forward_1: 100.0% of the work can run on the neural engine, with all 3 operations\n"
     )
 
 

@@ -43,7 +43,7 @@ from coreml_delegate.partition.verdicts.operator_support import refused_calls, r
 from coreml_delegate.partition.verdicts.parts import refuse_results
 from coreml_delegate.patches import patched
 from coreml_delegate.patches.torch import SKIP_GUARD_CODE, OpOverload
-from coreml_delegate.targets import STATE_OPSET, Device
+from coreml_delegate.targets import STATE_OPSET
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers
 from coreml_delegate.transforms.constant_folding import (
     compute_sizes,
@@ -92,7 +92,7 @@ def transform(program: ExportedProgram, options: PartitionerOptions) -> Exported
     """
     for rewrite in _INTERFACE_TRANSFORMS:
         program = rewrite(program)
-    if options.compiling.device is Device.NEURAL_ENGINE:
+    if options.moves_calls:
         program = shape_for_neural_engine(program, do_not_delegate)
     return _transform(program, options)
 
@@ -285,7 +285,7 @@ class Partitioning:
             values=self._proof.values,
             constants_inside=self._options.take_over_constant_data,
             enumerated=self._options.compiling.enumerated_shapes,
-            device=self._options.compiling.device,
+            moves_calls=self._options.moves_calls,
         )
         accepted = [
             node

@@ -43,8 +43,8 @@ class ProcessorShare:
         if not self.elsewhere:
             return f"{head}, with all {self.operations} operations"
         kinds = [f"{kind} {count}" for kind, count in self.elsewhere[:_LISTED]]
-        others = sum(count for _, count in self.elsewhere[_LISTED:])
-        listed = ", ".join([*kinds, *([f"{others} others"] if others else [])])
+        count = sum(count for _, count in self.elsewhere[_LISTED:])
+        listed = ", ".join([*kinds, *([f"{count} others"] if count else [])])
         return f"{head}; not there: {listed} ({', '.join(self.rules)})"
 
     def as_dict(self) -> dict[str, Any]:

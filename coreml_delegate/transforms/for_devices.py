@@ -1,4 +1,4 @@
-"""Rewrites of a program for the neural engine, beyond those in ``mil.passes.for_devices``.
+"""Rewrites for the neural engine of wide layers and of short last axes of a program.
 
 Calls that the rewrites insert at the ends of a program stay on the CPU, by ExecuTorch's kernels.
 The program keeps its inputs and outputs.

@@ -26,7 +26,7 @@ from coreml_delegate.partition.verdicts.cpu_kernels import runs_on_cpu
 from coreml_delegate.partition.verdicts.device import TRIFLE
 from coreml_delegate.partition.verdicts.parts import is_part
 from coreml_delegate.patches.torch import set_parts
-from coreml_delegate.targets import LARGEST_WEIGHTS, Device
+from coreml_delegate.targets import LARGEST_WEIGHTS
 
 
 class Confirm(Protocol):
@@ -76,7 +76,7 @@ def decide(
         possible = group_calls(program.graph, refusals.keys(), constants=constants)
         if (limit := _largest_weights(options.compiling)) is not None:
             possible = [part for group in possible for part in cut(group, constants, limit)]
-        if options.compiling.device is Device.NEURAL_ENGINE:
+        if options.moves_calls:
             trifles = _trifles(possible, constants)
             if trifles:
                 refusals.update(trifles)

@@ -21,7 +21,7 @@ from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.partition.verdicts.cpu_kernels import runs_on_cpu
 from coreml_delegate.partition.verdicts.parts import is_part, refuse_results
-from coreml_delegate.targets import LARGEST_DIMENSION, MOST_ROWS, Device
+from coreml_delegate.targets import LARGEST_DIMENSION, MOST_ROWS
 
 _CHEAP = 16
 """FLOPs for each element of the result up to which a call is no work for the neural engine."""
@@ -40,18 +40,13 @@ _LOOKUPS: Mapping[str, tuple[str, str, int | None]] = MappingProxyType(
 ``dim``."""
 
 
-def device_refusals(
-    program: ExportedProgram, device: Device | None, refused: Collection[Node]
-) -> dict[Node, Reason]:
-    """Return further calls to leave to the CPU in a program that is shaped for a device.
+def device_refusals(program: ExportedProgram, refused: Collection[Node]) -> dict[Node, Reason]:
+    """Return further calls to leave to the CPU in a program for the neural engine.
 
     Args:
-        program: In edge dialect.
-        device: The device; only the neural engine has such calls.
+        program: In ATen or edge dialect.
         refused: The calls that are refused already.
     """
-    if device is not Device.NEURAL_ENGINE:
-        return {}
     constants = _constants(program)
     reasons: dict[Node, Reason] = {}
     for node in program.graph.nodes:

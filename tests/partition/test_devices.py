@@ -240,6 +240,12 @@ def test_a_tiny_partition_stays_on_the_cpu() -> None:
     assert reasons == ["its partition would have 4 operation(s) with 0.01% of the work"]
 
 
+def test_a_whole_graph_moves_nothing_to_the_cpu() -> None:
+    case = CASES["largest index"]
+    _, report = lower(case.model(), case.inputs(), device=NEURAL_ENGINE, lower_full_graph=True)
+    assert not report.undelegated
+
+
 def test_the_program_records_its_device() -> None:
     pte, _ = lower(nn.Linear(4, 4), (torch.randn(2, 4),), device="gpu")
     (delegate,) = PteProgram.open(pte).method("forward").delegates

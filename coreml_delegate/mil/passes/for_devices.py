@@ -212,12 +212,13 @@ def strides_to_channels(op: Any) -> None:
     kernel = np.asarray(op.weight.val)
     lengths = [int(size) for size in op.outputs[0].shape[2:]]
     before = _leading_pads(op, lengths)
-    needed = [  # sizes of the input, with the kernel filled up to a multiple of the stride
+    # Sizes of the input for a kernel that is filled up to a multiple of the stride.
+    input_sizes = [
         stride * (length - 1 + math.ceil(size / stride))
         for stride, length, size in zip(strides, lengths, kernel.shape[2:], strict=True)
     ]
     keywords: Any = {"before_op": op}
-    x = _fitted(op.x, before, needed, keywords)
+    x = _fitted(op.x, before, input_sizes, keywords)
     for axis, stride in enumerate(strides, 2):
         kernel = _fill(kernel, axis, stride)
         if stride > 1:
@@ -302,7 +303,7 @@ _POOLS = frozenset({"avg_pool", "l2_pool", "max_pool"})
 
 
 def fast_pool_strides(op: Any) -> None:
-    """Pool in steps of 4 and 2, or with stride 1 where there is one result.
+    """Pool in steps of 4 and 2, or with stride 1 if a single window covers the tensor.
 
     Windows may not overlap, and nothing is padded.
     """
@@ -340,8 +341,8 @@ def fast_pool_strides(op: Any) -> None:
             factor if factor != stride else size
             for size, stride, factor in zip(last_sizes, last_strides, factors, strict=True)
         ]
-        rest = [stride // factor for stride, factor in zip(last_strides, factors, strict=True)]
-        stages += [(first, factors), (rest, rest)]
+        remaining = [stride // factor for stride, factor in zip(last_strides, factors, strict=True)]
+        stages += [(first, factors), (remaining, remaining)]
     x, keywords = op.x, {"before_op": op}
     emit = getattr(mb, op.op_type)
     for index, (size, stride) in enumerate(stages):

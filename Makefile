@@ -104,6 +104,7 @@ regressions: $(STAMP)
 models: $(STAMP)
 	PYTHONPATH=tests $(TEST_ENV) $(BIN)/python -m models.model_table
 	PYTHONPATH=tests $(TEST_ENV) $(BIN)/python -m models.precision_table
+	PYTHONPATH=tests $(TEST_ENV) $(BIN)/python -m models.device_table
 
 # JAX's own harnesses of its primitives, all of them, on both engines: ten minutes on two cores. The
 # table names those that do not pass.

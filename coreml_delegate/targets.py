@@ -9,11 +9,49 @@ Source: coremltools 9.0, ``AvailableTarget`` and the opset names in its serializ
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Sequence
 
 from coreml_delegate.errors import OptionError
 
 LARGEST_DIMENSION = 16384
 """Largest dimension of a tensor on the neural engine of A13 to A15, M1 and M2."""
+
+ROW_ALIGNMENT = 64
+"""Bytes to which the neural engine pads the last axis of an input, output or state."""
+
+PADDING_THAT_COUNTS = 2.0
+"""Smallest factor of memory by padding that is worth a change."""
+
+LARGEST_WEIGHTS = 2**31
+"""Size in bytes of a weight file from which Core ML fails to load a model."""
+
+STATE_WIDTH = 32
+"""The neural engine takes states whose last dimension is a multiple of it."""
+
+_SMALLEST_PADDED = 2**14
+"""Size in bytes of the smallest padded tensor that counts."""
+
+MOST_ROWS = 2**16
+"""Most rows of a lookup on the neural engine, which has its indices in uint16."""
+
+
+def padding_of(shape: Sequence[int], bits: int = 16) -> float:
+    """Return padded size / size of a tensor on the neural engine.
+
+    Args:
+        shape: Its sizes.
+        bits: Size of an element.
+
+    Returns:
+        1 for tensors that are small even when padded, and for an unknown last axis, of size 0.
+    """
+    width = shape[-1] if shape else 0
+    if not width:
+        return 1.0
+    row = width * bits / 8
+    padded = math.ceil(row / ROW_ALIGNMENT) * ROW_ALIGNMENT
+    return padded / row if math.prod(shape[:-1]) * padded >= _SMALLEST_PADDED else 1.0
 
 
 class ComputeUnit(enum.Enum):
@@ -23,6 +61,35 @@ class ComputeUnit(enum.Enum):
     CPU_AND_GPU = "cpu_and_gpu"
     CPU_AND_NE = "cpu_and_ne"
     CPU_ONLY = "cpu_only"
+
+
+class Device(enum.Enum):
+    """The processor that a program is shaped for; its values are the words of ``--for``."""
+
+    NEURAL_ENGINE = "neural-engine"
+    GPU = "gpu"
+    CPU = "cpu"
+
+    @property
+    def text(self) -> str:
+        """Its name in a sentence."""
+        return {Device.NEURAL_ENGINE: "neural engine", Device.GPU: "GPU", Device.CPU: "CPU"}[self]
+
+    @property
+    def compute_unit(self) -> ComputeUnit:
+        """The smallest compute unit that has it."""
+        return _COMPUTE_UNITS[self]
+
+    def is_in(self, unit: ComputeUnit) -> bool:
+        """Return whether Core ML may use it with a compute unit."""
+        return self is Device.CPU or unit in (ComputeUnit.ALL, self.compute_unit)
+
+
+_COMPUTE_UNITS = {
+    Device.NEURAL_ENGINE: ComputeUnit.CPU_AND_NE,
+    Device.GPU: ComputeUnit.CPU_AND_GPU,
+    Device.CPU: ComputeUnit.CPU_ONLY,
+}
 
 
 class Opset(enum.IntEnum):

@@ -14,6 +14,7 @@ from coreml_delegate.lowering.multifunction import check_target
 from coreml_delegate.options.compile_options import Precision, WeightSharing
 from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.partition.verdicts.filters import Filters
+from coreml_delegate.targets import Device
 
 
 class PartitionerOptions(PartitionerKeywords):
@@ -60,6 +61,11 @@ class PartitionerOptions(PartitionerKeywords):
     def demands_everything(self) -> bool:
         """Whether an undelegated call is an error."""
         return self.lower_full_graph or self.strict
+
+    @property
+    def moves_calls(self) -> bool:
+        """Whether calls that the neural engine does not run move to the CPU."""
+        return self.compiling.device is Device.NEURAL_ENGINE and not self.demands_everything
 
     @property
     def shares_weights(self) -> bool:

@@ -38,7 +38,7 @@ from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, describe
 from coreml_delegate.partition.undelegated import decompose_calls
 from coreml_delegate.partition.verdicts.cpu_kernels import is_composite, register_kernels
-from coreml_delegate.partition.verdicts.filters import ExcludedCalls
+from coreml_delegate.partition.verdicts.filters import ExcludedCalls, do_not_delegate
 from coreml_delegate.partition.verdicts.operator_support import refused_calls, refused_one_by_one
 from coreml_delegate.partition.verdicts.parts import refuse_results
 from coreml_delegate.patches import patched
@@ -59,6 +59,7 @@ from coreml_delegate.transforms.executorch_gaps import (
     name_values,
     stride_over_bases,
 )
+from coreml_delegate.transforms.for_devices import shape_for_neural_engine
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 
 _INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
@@ -91,6 +92,8 @@ def transform(program: ExportedProgram, options: PartitionerOptions) -> Exported
     """
     for rewrite in _INTERFACE_TRANSFORMS:
         program = rewrite(program)
+    if options.moves_calls:
+        program = shape_for_neural_engine(program, do_not_delegate)
     return _transform(program, options)
 
 
@@ -282,6 +285,7 @@ class Partitioning:
             values=self._proof.values,
             constants_inside=self._options.take_over_constant_data,
             enumerated=self._options.compiling.enumerated_shapes,
+            moves_calls=self._options.moves_calls,
         )
         accepted = [
             node

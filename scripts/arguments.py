@@ -98,15 +98,17 @@ def add_options(
     """
     for option in options_of(kind):
         if option.argument is not None and (names is None or option.name in names):
-            parser.add_argument(option.argument.flag, **_form(option, option.argument))
+            argument = option.argument
+            form = _form(option, argument)
+            parser.add_argument(argument.flag, dest=argument.attribute, **form)
 
 
 def keywords_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
-    """Return the values of the arguments of ``add_options``, by keyword."""
+    """Return the values of the declared arguments of ``add_options``, by keyword."""
     return {
-        option.keyword: getattr(args, option.argument.flag[2:].replace("-", "_"))
+        option.keyword: getattr(args, option.argument.attribute)
         for option in options_of(kind)
-        if option.argument is not None
+        if option.argument is not None and hasattr(args, option.argument.attribute)
     }
 
 

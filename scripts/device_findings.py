@@ -114,11 +114,12 @@ def _by_blob(partitions: Iterable[CoreMLPartition]) -> list[list[CoreMLPartition
 
 
 def _compute_unit(info: DelegateInfo) -> ComputeUnit | None:
-    """Return the processors that a delegate may use; None if its compile specs are unknown."""
+    """Return the processors that a delegate is meant for; None if its compile specs are unknown."""
     try:
-        return CompileOptions.from_pairs(info.compile_specs).compute_unit
+        options = CompileOptions.from_pairs(info.compile_specs)
     except OptionError:
         return None
+    return options.compute_unit if options.device is None else options.device.compute_unit
 
 
 def _modules_by_symbol(info: DebugInfo | None, modules: Mapping[int, str]) -> dict[str, str]:
@@ -177,6 +178,8 @@ def _rule_lines(rule: Rule, remedies: Iterable[str]) -> Iterator[str]:
     yield f"  {rule.reason}"
     for remedy in remedies:
         yield f"  remedy: {remedy}"
+    if rule.rewrite is not None:
+        yield f"  done by: export {rule.rewrite}"
     for source in rule.sources:
         yield f"  source: {source.title}"
         yield f"          {source.url}"

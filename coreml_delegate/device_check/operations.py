@@ -14,29 +14,37 @@ from coreml_delegate.device_check.records import (
     Details,
     Evidence,
     Place,
+    Rewrite,
     Rule,
     each_function,
     each_value,
     view_details,
 )
+from coreml_delegate.mil.passes.for_devices import (
+    BATCHED_RANK,
+    FAST_POOL_STRIDES,
+    LARGE_BATCH,
+    bound_masks,
+    decompose_attention,
+    fast_pool_strides,
+    is_smooth,
+    separate_scores,
+    strides_to_channels,
+)
 from coreml_delegate.options.compile_options import ComputeUnit
+from coreml_delegate.partition.verdicts.device import device_refusals
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Binding, Constant, Op, Ref
-
-TOKENS = 2**16
-"""Number of values of uint16, to which the neural engine converts indices."""
+from coreml_delegate.targets import MOST_ROWS, Device
 
 _TOPK = "topk"
 _RECURRENT = frozenset({"gru", "lstm", "rnn"})
 _ATTENTION = "scaled_dot_product_attention"
 _PRODUCT = "matmul"
-_LARGE_BATCH = 10
-_BATCHED_RANK = 4
 _GPU = frozenset({None, ComputeUnit.ALL, ComputeUnit.CPU_AND_GPU})
 _SOFTMAX = frozenset({"softmax", _ATTENTION})
 _CONVOLUTIONS = frozenset({"conv"})
 _POOLS = frozenset({"avg_pool", "l2_pool", "max_pool"})
-_FAST_POOL_STRIDES = frozenset({1, 2, 4})
 # Ops through which infinity reaches a softmax.
 _PROPAGATES_INFINITY = frozenset(
     {
@@ -79,7 +87,7 @@ def _attention_on_gpu(evidence: Evidence) -> Iterator[Details]:
         for view in model.on(_GPU).views:
             places = [Place.of(view, op) for op in view.ops if _is_biased_attention(view, op)]
             if places:
-                got = f"{len(places)} in fp32 with a batch of {_LARGE_BATCH} or more"
+                got = f"{len(places)} in fp32 with a batch of {LARGE_BATCH} or more"
                 yield view_details(view, got, places)
 
 
@@ -88,14 +96,14 @@ def _is_biased_attention(view: FunctionView, op: Op) -> bool:
     kind = view.tensor_of(Ref(op.outputs[0].name)) if op.type == "softmax" else None
     if kind is None or kind.dtype is not DType.FP32 or kind.shape is None:
         return False
-    if len(kind.shape) != _BATCHED_RANK:
+    if len(kind.shape) != BATCHED_RANK:
         return False
     bias = _producer(view, op, "x", "add")
     if bias is None or not any(_producer(view, bias, side, _PRODUCT) for side in ("x", "y")):
         return False
     batch = kind.shape[0]
     users = view.users.get(op.outputs[0].name, ())
-    return (batch is None or batch >= _LARGE_BATCH) and any(u.type == _PRODUCT for u in users)
+    return (batch is None or batch >= LARGE_BATCH) and any(u.type == _PRODUCT for u in users)
 
 
 def _producer(view: FunctionView, op: Op, operand: str, op_type: str) -> Op | None:
@@ -111,7 +119,7 @@ def _wide_gathers(view: FunctionView) -> Iterator[tuple[str, Place]]:
         # Of constant indices only the largest matters.
         indices = view.array(op, "indices")
         largest = rows - 1 if indices is None else int(indices.max(initial=0))
-        if largest >= TOKENS:
+        if largest >= MOST_ROWS:
             yield f"{rows:,} rows", Place.of(view, op)
 
 
@@ -163,14 +171,6 @@ def _slow_strides(ops: Set[str], is_slow: Callable[[int], bool]) -> Callable[[Ev
     return each_value(look)
 
 
-def _has_only_factors_2_and_3(number: int) -> bool:
-    """Whether a number is 2^a * 3^b."""
-    for factor in (2, 3):
-        while number and number % factor == 0:
-            number //= factor
-    return number == 1
-
-
 RULES = (
     Rule(
         name="topk",
@@ -183,6 +183,7 @@ RULES = (
         "ExecuTorch's CPU kernel (export --skip-op topk)",
         sources=(sources.TOPK_PLAN, sources.TOPK_TIME),
         examine=each_value(_topk),
+        rewrite=Rewrite((Device.NEURAL_ENGINE,), (device_refusals,)),
     ),
     Rule(
         name="recurrent",
@@ -203,10 +204,11 @@ RULES = (
         remedy="Lower for iOS17, where attention becomes matrix products and softmax",
         sources=(sources.ATTENTION, sources.LLAMA),
         examine=each_function(_attention),
+        rewrite=Rewrite((Device.NEURAL_ENGINE,), (decompose_attention,)),
     ),
     Rule(
         name="gpu-attention",
-        finds=f"products, a bias and a softmax in fp32 for a batch of {_LARGE_BATCH} or more",
+        finds=f"products, a bias and a softmax in fp32 for a batch of {LARGE_BATCH} or more",
         reason="Core ML fuses decomposed attention into one GPU kernel, whose results were right "
         "for a batch of 9 and wrong for 10 (reported in February 2026).",
         consequence=Consequence.FAILS,
@@ -215,16 +217,20 @@ RULES = (
         sources=(sources.GPU_ATTENTION,),
         examine=_attention_on_gpu,
         neural_engine=False,
+        rewrite=Rewrite((Device.GPU,), (separate_scores,)),
     ),
     Rule(
         name="wide-gather",
-        finds=f"a gather from more than {TOKENS:,} rows by computed indices",
+        finds=f"a gather from more than {MOST_ROWS:,} rows by computed indices",
         reason="Core ML converts token indices to uint16 when they are looked up on the neural "
         "engine, which does not work with the vocabulary of Llama 3.",
         consequence=Consequence.FAILS,
         remedy="Leave the embedding to the CPU (export --skip-op embedding)",
         sources=(sources.EMBEDDING,),
         examine=each_value(_wide_gathers),
+        rewrite=Rewrite(
+            (Device.NEURAL_ENGINE,), (device_refusals,), "for embeddings and index_select"
+        ),
     ),
     Rule(
         name="infinite-mask",
@@ -235,6 +241,7 @@ RULES = (
         remedy="Mask with -40000 in place of -inf",
         sources=(sources.AUTHORING_RULES,),
         examine=each_function(_infinite_masks),
+        rewrite=Rewrite((Device.NEURAL_ENGINE,), (bound_masks,)),
     ),
     Rule(
         name="conv-stride",
@@ -244,7 +251,8 @@ RULES = (
         consequence=Consequence.SLOWER,
         remedy="Use strides of 2, 3, 4, 6, 8, 9, 12, 16, 24 or 32; this needs training",
         sources=(sources.AUTHORING_RULES,),
-        examine=_slow_strides(_CONVOLUTIONS, lambda n: not _has_only_factors_2_and_3(n)),
+        examine=_slow_strides(_CONVOLUTIONS, lambda n: not is_smooth(n)),
+        rewrite=Rewrite((Device.NEURAL_ENGINE,), (strides_to_channels,), "without dilation"),
     ),
     Rule(
         name="pool-stride",
@@ -254,6 +262,11 @@ RULES = (
         consequence=Consequence.SLOWER,
         remedy="Use a stride of 2 or 4; this needs training",
         sources=(sources.AUTHORING_RULES,),
-        examine=_slow_strides(_POOLS, lambda n: n not in _FAST_POOL_STRIDES),
+        examine=_slow_strides(_POOLS, lambda n: n not in FAST_POOL_STRIDES),
+        rewrite=Rewrite(
+            (Device.NEURAL_ENGINE,),
+            (fast_pool_strides,),
+            "for windows that do not overlap, in steps of 2 and 4",
+        ),
     ),
 )

@@ -12,16 +12,20 @@ from coreml_delegate.device_check.records import (
     Details,
     Evidence,
     Place,
+    Rewrite,
     Rule,
     each_function,
     view_details,
 )
 from coreml_delegate.formats.text import decibels
+from coreml_delegate.mil.passes.for_devices import visible_rows_as_factor
 from coreml_delegate.options.compile_options import ComputeUnit
+from coreml_delegate.partition.verdicts.device import device_refusals
 from coreml_delegate.runtime.diagnosis import Fault, ValueReport
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, Ref
 from coreml_delegate.runtime.precision import Operation, PrecisionMeasurement, describe_auto
+from coreml_delegate.targets import Device
 
 LARGEST_FP16 = 65504.0
 """The largest finite number of fp16."""
@@ -286,6 +290,11 @@ RULES = (
         "constants",
         sources=(sources.AUTHORING_RULES,),
         examine=each_function(_other_types),
+        rewrite=Rewrite(
+            (Device.NEURAL_ENGINE,),
+            (device_refusals, visible_rows_as_factor),
+            "if ExecuTorch has a kernel",
+        ),
     ),
     Rule(
         name="fp16-accuracy",

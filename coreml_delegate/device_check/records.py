@@ -15,6 +15,7 @@ from coreml_delegate.runtime.diagnosis import Diagnosis
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Op, Program
 from coreml_delegate.runtime.precision import PrecisionMeasurement
+from coreml_delegate.targets import Device
 
 NEURAL_ENGINE = frozenset({None, ComputeUnit.ALL, ComputeUnit.CPU_AND_NE})
 """Compute units that may use the neural engine; an unknown compute unit may use it."""
@@ -201,6 +202,26 @@ class Details:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewrite:
+    """How ``--for DEVICE`` carries a remedy out.
+
+    Attributes:
+        devices: The devices for which it does.
+        functions: The functions that rewrite a program, or leave calls to the CPU.
+        limit: When the finding stays, as an adverbial; empty if it never does.
+    """
+
+    devices: tuple[Device, ...]
+    functions: tuple[Callable[..., Any], ...]
+    limit: str = ""
+
+    def __str__(self) -> str:
+        has_all = len(self.devices) == len(Device)
+        device = "any" if has_all else ", ".join(device.value for device in self.devices)
+        return f"--for {device}{f', {self.limit}' if self.limit else ''}"
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One documented cause of trouble.
 
@@ -212,6 +233,7 @@ class Rule:
         remedy: The remedy for the user, in the imperative.
         examine: Yields the details of findings.
         neural_engine: Whether it applies only to programs that may run on the neural engine.
+        rewrite: How a lowering for a device carries the remedy out; None for advice.
     """
 
     name: str
@@ -222,6 +244,7 @@ class Rule:
     sources: tuple[Source, ...]
     examine: Callable[[Evidence], Iterable[Details]]
     neural_engine: bool = True
+    rewrite: Rewrite | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
@@ -231,6 +254,7 @@ class Rule:
             "reason": self.reason,
             "consequence": self.consequence.value,
             "remedy": self.remedy,
+            "rewrite": None if self.rewrite is None else str(self.rewrite),
             "sources": [{"title": s.title, "url": s.url} for s in self.sources],
         }
 

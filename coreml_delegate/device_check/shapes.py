@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from coreml_delegate.device_check import sources
@@ -11,22 +10,30 @@ from coreml_delegate.device_check.records import (
     Consequence,
     Details,
     Place,
+    Rewrite,
     Rule,
     each_function,
     each_value,
     view_details,
 )
+from coreml_delegate.lowering.states import make_states
+from coreml_delegate.mil.passes.for_devices import flattened_as_convolution
+from coreml_delegate.partition.grouping.mutable_buffers import obstacle_to_all_states
+from coreml_delegate.partition.verdicts.device import device_refusals
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, TensorType
-from coreml_delegate.targets import LARGEST_DIMENSION
+from coreml_delegate.targets import (
+    LARGEST_DIMENSION,
+    PADDING_THAT_COUNTS,
+    STATE_WIDTH,
+    Device,
+    padding_of,
+)
+from coreml_delegate.transforms.for_devices import shape_for_neural_engine
 
 LARGEST_RANK = 5
 """Largest rank of a tensor on the neural engine."""
 
-_STATE_WIDTH = 32  # elements
-_ALIGNMENT = 64  # of the last axis of an input or output, bytes
-_WASTE = 2  # smallest factor of memory by padding that is a finding
-_PADDED = 2**14  # size of the smallest padded tensor that is a finding, bytes
 _NORM = "layer_norm"
 
 
@@ -47,7 +54,7 @@ def _large_dimensions(view: FunctionView) -> Iterator[tuple[str, Place]]:
 def _state_widths(view: FunctionView) -> Iterator[Details]:
     for state in view.function.states:
         shape = state.type.shape or ()
-        if shape and shape[-1] is not None and shape[-1] % _STATE_WIDTH:
+        if shape and shape[-1] is not None and shape[-1] % STATE_WIDTH:
             yield view_details(view, str(state.type), [Place("state", state.name)])
 
 
@@ -118,26 +125,17 @@ def _narrow_axes(view: FunctionView) -> Iterator[Details]:
     ):
         for feature in features:
             factor = _padding(feature.type)
-            if factor >= _WASTE:
+            if factor >= PADDING_THAT_COUNTS:
                 got = f"{feature.type}, {factor:g} times the memory"
                 yield view_details(view, got, [Place(role, feature.name)])
 
 
 def _padding(kind: TensorType) -> float:
-    """Return padded size / size of a tensor whose last axis is padded to 64 bytes.
-
-    1 for tensors that are small even when padded, and for an unknown last axis.
-    """
-    shape = kind.shape or ()
-    width = shape[-1] if shape else None
-    if not width:
-        return 1.0
+    """Return padded size / size of a tensor whose last axis is padded to 64 bytes."""
     # The neural engine computes in fp16, whatever the type of the boundary.
     bits = DType.FP16.bits if kind.dtype.is_float else kind.dtype.bits
-    row = width * bits / 8
-    padded = math.ceil(row / _ALIGNMENT) * _ALIGNMENT
-    rows = math.prod(size or 1 for size in shape[:-1])
-    return padded / row if rows * padded >= _PADDED else 1.0
+    *sizes, width = kind.shape or (None,)
+    return padding_of([*(size or 1 for size in sizes), width or 0], bits)
 
 
 RULES = (
@@ -151,10 +149,15 @@ RULES = (
         "and concatenate outside of the delegate",
         sources=(sources.DIMENSIONS, sources.LARGEST_TENSOR),
         examine=each_value(_large_dimensions),
+        rewrite=Rewrite(
+            (Device.NEURAL_ENGINE,),
+            (shape_for_neural_engine, flattened_as_convolution),
+            "for linear layers, and what is cheap at the ends",
+        ),
     ),
     Rule(
         name="state-width",
-        finds=f"a state whose last dimension is no multiple of {_STATE_WIDTH}",
+        finds=f"a state whose last dimension is no multiple of {STATE_WIDTH}",
         reason="A stateful model whose state has a width that is no multiple of 32 fails on the "
         "neural engine; it was seen on macOS 15.2 with an M4, where CPU and GPU run it.",
         consequence=Consequence.FAILS,
@@ -162,6 +165,7 @@ RULES = (
         "(take_over_mutable_buffer=False)",
         sources=(sources.STATE_WIDTH,),
         examine=each_function(_state_widths),
+        rewrite=Rewrite((Device.NEURAL_ENGINE,), (make_states,)),
     ),
     Rule(
         name="flexible-input",
@@ -182,6 +186,7 @@ RULES = (
         "CPU (skip_ops_for_coreml_delegation)",
         sources=(sources.AUTHORING_RULES,),
         examine=each_value(_computed_shapes),
+        rewrite=Rewrite((Device.NEURAL_ENGINE,), (device_refusals,), "if ExecuTorch has a kernel"),
     ),
     Rule(
         name="enumerated-layer-norm",
@@ -205,6 +210,7 @@ RULES = (
         sources=(sources.STATE_AND_RANGE,),
         examine=each_function(_states_and_ranges),
         neural_engine=False,
+        rewrite=Rewrite(tuple(Device), (obstacle_to_all_states,)),
     ),
     Rule(
         name="high-rank",
@@ -224,5 +230,10 @@ RULES = (
         remedy="Transpose the tensor, so that a dimension of 32 elements or more comes last",
         sources=(sources.TRANSFORMERS, sources.AUTHORING_RULES),
         examine=each_function(_narrow_axes),
+        rewrite=Rewrite(
+            (Device.NEURAL_ENGINE,),
+            (shape_for_neural_engine,),
+            "for inputs and outputs of the program",
+        ),
     ),
 )

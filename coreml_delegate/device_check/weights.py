@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
@@ -16,25 +15,29 @@ from coreml_delegate.device_check.records import (
     Details,
     Evidence,
     Place,
+    Rewrite,
     Rule,
     each_function,
     view_details,
 )
+from coreml_delegate.mil.compose.compressed import index_bits
+from coreml_delegate.mil.passes.for_devices import (
+    SMALLEST,
+    distinct_values,
+    numbers_for_equal_values,
+    table_bytes,
+    tables_of_few_values,
+)
+from coreml_delegate.partition.grouping.stages import cut
 from coreml_delegate.quantization.weight_inventory import DENSE, StoredWeight
 from coreml_delegate.runtime.engines.base import Array
 from coreml_delegate.runtime.mil.dtypes import DType
-
-SMALLEST = 4096
-"""Size of the smallest weight that is a finding, in bytes."""
+from coreml_delegate.targets import LARGEST_WEIGHTS, Device
 
 WORTH = 0.001
 """Smallest saving that is a finding, as a fraction of all weights of a program."""
 
-_LARGEST_FILE = 2**31  # bytes
 _WEIGHT = "weight"
-_SAMPLE = 4096  # elements that are examined first for few values
-_MOST_COLOURS = 256  # entries of the largest lookup table
-_PALETTE_BITS = (1, 2, 4, 6, 8)
 _BLOCKWISE = "constexpr_blockwise_shift_scale"
 _NARROW_IN_SPEC = ("int8", "uint8")  # other integers are varints in the specification
 _NARROW = (*_NARROW_IN_SPEC, "int16", "uint16")
@@ -130,18 +133,13 @@ def _equal_values(weight: StoredWeight) -> tuple[str, int] | None:
 
 
 def _few_values(weight: StoredWeight) -> tuple[str, int] | None:
-    data = _data(weight).reshape(-1)
-    if data.dtype.kind != "f":
+    data = _data(weight)
+    values = distinct_values(data)
+    if values is None:
         return None
-    # First a sample: most weights have too many values, and are large.
-    if len(np.unique(data[:: max(data.size // _SAMPLE, 1)])) > _MOST_COLOURS:
-        return None
-    colours = len(np.unique(data))
-    if not 1 < colours <= _MOST_COLOURS:
-        return None  # a single value is another finding
-    bits = next(bits for bits in _PALETTE_BITS if colours <= 2**bits)
-    stored = math.ceil(data.size * bits / 8) + 2**bits * data.itemsize
-    return f"{colours} different values, {bits} bits with a table", weight.stored_bytes - stored
+    bits = index_bits(len(values))
+    saved = weight.stored_bytes - table_bytes(data, len(values))
+    return f"{len(values)} different values, {bits} bits with a table", saved
 
 
 def _duplicates(evidence: Evidence) -> Iterator[Details]:
@@ -200,7 +198,7 @@ def _duplicate(group: list[tuple[CheckedModel, StoredWeight]]) -> Details:
 def _large_files(evidence: Evidence) -> Iterator[Details]:
     for model in evidence.models:
         total = sum(weight.stored_bytes for weight in model.weights)
-        if total >= _LARGEST_FILE:
+        if total >= LARGEST_WEIGHTS:
             yield Details(model.name, None, f"{total:,} bytes")
 
 
@@ -227,6 +225,7 @@ RULES = (
         sources=(sources.LARGE_FILE,),
         examine=_large_files,
         neural_engine=False,
+        rewrite=Rewrite(tuple(Device), (cut,)),
     ),
     Rule(
         name="blockwise-weights",
@@ -269,6 +268,9 @@ RULES = (
         sources=(sources.MIL_OPS,),
         examine=_each_weight(_equal_values),
         neural_engine=False,
+        rewrite=Rewrite(
+            tuple(Device), (numbers_for_equal_values,), "where an operation broadcasts"
+        ),
     ),
     Rule(
         name="few-values",
@@ -281,6 +283,7 @@ RULES = (
         sources=(sources.PALETTES,),
         examine=_each_weight(_few_values),
         neural_engine=False,
+        rewrite=Rewrite(tuple(Device), (tables_of_few_values,), "from iOS16 on"),
     ),
     Rule(
         name="duplicate-weights",

@@ -28,10 +28,13 @@ class Backend(Settings):
         precision: Floating-point type for values of float32: a ``ct.precision`` or ``"float16"`` or
             ``"float32"``; or ``"auto"`` for fp16, with the nodes in fp32 that need it on the
             ``precision_data`` of ``Builder.compile``.
+        device: Processor that programs are shaped for: ``"neural-engine"``, ``"gpu"`` or ``"cpu"``;
+            None to leave them as they are.
         options: Options of the engine.
 
     Raises:
-        OptionError: An unknown engine, compute unit, target or precision.
+        OptionError: An unknown engine, compute unit, target, precision or device, or a compute unit
+            or precision without the device.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Backend(Settings):
         compute_units: Any = "ALL",
         target: Any = Opset.iOS18,
         precision: Any = Precision.FLOAT32,
+        device: Any = None,
         options: EngineOptions | None = None,
     ) -> None:
         if engine not in (AUTO, *ENGINES):
@@ -53,6 +57,7 @@ class Backend(Settings):
             compute_unit=_member(ComputeUnit, compute_units, "compute unit"),
             deployment_target=opset,
             precision=_member(Precision, precision, "precision"),
+            device=device,
         )
         super().__init__(engine, options or EngineOptions(), opset, compile_options)
 

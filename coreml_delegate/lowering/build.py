@@ -105,7 +105,7 @@ def _lower(program: ExportedProgram, options: CompileOptions, *, records_constan
     in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
     relations = {} if boundary.enumerated else relations_of(program)
     # Prepare
-    prepare(program, options.deployment_target)
+    prepare(program, options.deployment_target, options.device)
     # Convert
     with convert_program(
         program, options, in_fp32, records_constants=records_constants

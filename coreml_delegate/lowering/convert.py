@@ -32,14 +32,16 @@ from coreml_delegate.formats.blob import Content
 from coreml_delegate.formats.files import temporary_folder, write_folder
 from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.lowering.coremltools_options import compression_passes, convert_keywords
-from coreml_delegate.lowering.debug_handles import operation_calls
-from coreml_delegate.lowering.fp16 import fp16_cast, remaining_constants
+from coreml_delegate.lowering.debug_handles import HANDLE, operation_calls
+from coreml_delegate.lowering.fp16 import fp16_cast, remaining_constants, remove_dead_code
 from coreml_delegate.lowering.native_parts import native_parts
+from coreml_delegate.mil.passes.for_devices import REWRITES, REWRITES_IN_FP32, rewrite
+from coreml_delegate.ops.call import target_name
 from coreml_delegate.options.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.patches import Patch, patched
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches.third_party import coremltools, describe_error, quiet_import
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import Device, Opset
 
 MilSource = tuple[Any, Mapping[str, Any]]
 """A program that coremltools converts, and further keywords of ``coremltools.convert``."""
@@ -93,8 +95,21 @@ def convert_program(
         check_compiler()
     with temporary_folder() as folder:
         yield _convert(
-            lambda: (program, {}), options, in_fp32, folder, records_constants=records_constants
+            lambda: (program, {}),
+            options,
+            in_fp32,
+            folder,
+            natural_lookups=_natural_lookups(program),
+            records_constants=records_constants,
         )
+
+
+def _natural_lookups(program: ExportedProgram) -> frozenset[int]:
+    """Return the debug handles of lookups by indices that are at least 0."""
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    records = ((node, ops.record_of(target_name(node.target))) for node in calls)
+    naturals = (node for node, record in records if record and record.natural_indices)
+    return frozenset(node.meta[HANDLE] for node in naturals if HANDLE in node.meta)
 
 
 @contextmanager
@@ -201,11 +216,13 @@ def _convert(
     folder: Path,
     *,
     records_constants: bool,
+    natural_lookups: frozenset[int] = frozenset(),
     source: str = "pytorch",
 ) -> Conversion:
     ct = coremltools()
     keywords = {**convert_keywords(ct, options, in_fp32), "source": source}
     compression = compression_passes(ct, options)
+    rewrites = () if options.device is None else REWRITES_IN_FP32[options.device]
     with (
         _LOCK,
         _quiet(),
@@ -216,9 +233,14 @@ def _convert(
     ):
         with (
             _conversion_errors(source),
-            fp16_cast(records_all=records_constants) as recorded,
+            fp16_cast(rewrites, records_all=records_constants) as recorded,
             native_parts(),
-            patched(*coremltools_patches.WORKAROUNDS, *coremltools_patches.faster()),
+            patched(
+                *coremltools_patches.WORKAROUNDS,
+                *coremltools_patches.faster(),
+                coremltools_patches.GUARD_INDICES.with_state(natural_lookups),
+                *_device_rewrites(options.device),
+            ),
             _collecting_new_objects_only(),
         ):
             program, inputs = build()
@@ -248,6 +270,18 @@ def _convert(
             gc.collect()
             _return_freed_memory()
         return conversion
+
+
+def _device_rewrites(device: Device | None) -> tuple[Patch, ...]:
+    """Return the patch that rewrites a program for a device at the end of a conversion."""
+    if device is None:
+        return ()
+
+    def shape(program: Any) -> None:
+        rewrite(program, REWRITES[device])
+        remove_dead_code(program)
+
+    return (coremltools_patches.BEFORE_NAMES.with_state(shape),)
 
 
 def _return_freed_memory() -> None:

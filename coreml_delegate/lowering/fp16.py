@@ -10,7 +10,7 @@ by its debug handle, so every such call gets a distinct handle. Before the cast,
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.fx import Node
 from coreml_delegate.exported.module_scope import ModulePattern, scopes_of
 from coreml_delegate.formats.fp32_constants import Constants, as_lost, is_rounded
 from coreml_delegate.lowering.debug_handles import HANDLE
+from coreml_delegate.mil.passes.for_devices import Rewrite, rewrite
 from coreml_delegate.mil.passes.fp16_range import keep_in_fp16_range
 from coreml_delegate.mil.passes.fp32_islands import ops_in_fp32
 from coreml_delegate.mil.passes.matching import Selector
@@ -78,10 +79,13 @@ def _is_covered(node: Node, patterns: Iterable[ModulePattern]) -> bool:
 
 
 @contextmanager
-def fp16_cast(*, records_all: bool) -> Generator[Mapping[str, np.ndarray[Any, Any]]]:
+def fp16_cast(
+    rewrites: Sequence[Rewrite] = (), *, records_all: bool
+) -> Generator[Mapping[str, np.ndarray[Any, Any]]]:
     """Keep values in the range of fp16 where coremltools casts a program to fp16.
 
     Args:
+        rewrites: Rewrites to apply before.
         records_all: Whether to record all constants that the cast rounds; else those to store.
 
     Yields:
@@ -89,6 +93,10 @@ def fp16_cast(*, records_all: bool) -> Generator[Mapping[str, np.ndarray[Any, An
         constants.
     """
     recorded: dict[str, np.ndarray[Any, Any]] = {}
+
+    def guard(program: Any, may_cast: Selector) -> Selector:
+        rewrite(program, rewrites)
+        return _guard(program, may_cast)
 
     def record(program: Any) -> None:
         for op in _operations(program):
@@ -100,17 +108,22 @@ def fp16_cast(*, records_all: bool) -> Generator[Mapping[str, np.ndarray[Any, An
             if lost is not None or (records_all and is_rounded(value)):
                 recorded[op.outputs[0].name] = value if lost is None else lost
 
-    with patched(coremltools_patches.AROUND_FP16_CAST.with_state((_guard, record))):
+    with patched(coremltools_patches.AROUND_FP16_CAST.with_state((guard, record))):
         yield recorded
 
 
 def _guard(program: Any, may_cast: Selector) -> Selector:
     """Rewrite what fp16 would lose, and return the selector without the ops that stay in fp32."""
     keep_in_fp16_range(program, may_cast)
-    passes = coremltools().converters.mil.mil.passes.pass_registry.PASS_REGISTRY
-    passes["common::dead_code_elimination"](program)  # what the rewrites have replaced
+    remove_dead_code(program)  # what the rewrites have replaced
     in_fp32 = ops_in_fp32(program, may_cast)
     return lambda op: op not in in_fp32 and may_cast(op)
+
+
+def remove_dead_code(program: Any) -> None:
+    """Remove the ops of a MIL program whose results nothing reads."""
+    passes = coremltools().converters.mil.mil.passes.pass_registry.PASS_REGISTRY
+    passes["common::dead_code_elimination"](program)
 
 
 def remaining_constants(program: Any, recorded: Mapping[str, np.ndarray[Any, Any]]) -> Constants:

@@ -33,7 +33,7 @@ from coreml_delegate.ops.constants import mark_stored
 from coreml_delegate.ops.edits import ATEN, become, insert, unite_copies, value_of
 from coreml_delegate.ops.high_rank import has_high_rank, merge_dimensions
 from coreml_delegate.ops.record import OpRecord
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import STATE_WIDTH, Device, Opset
 
 _HALF_OPSET = Opset.iOS16
 """First opset whose models have fp16 features."""
@@ -42,19 +42,20 @@ _DOUBLE = frozenset({torch.float64})
 _UNDECLARED = BOUNDARY
 
 
-def prepare(program: ExportedProgram, target: Opset | None) -> None:
+def prepare(program: ExportedProgram, target: Opset | None, device: Device | None = None) -> None:
     """Rewrite ``program`` in place, without a change of its results.
 
     Args:
         program: A subgraph.
         target: Opset to convert to, or None for the oldest.
+        device: The device that it is shaped for, or None.
 
     Raises:
         ContractError: See ``make_states``.
     """
     unite_copies(program)
     unite_recorded_weights(program.graph)
-    make_states(program)
+    make_states(program, STATE_WIDTH if device is Device.NEURAL_ENGINE else 1)
     mark_stored(program)
     declare_sizes(program)
     _merge_dimensions(program)

@@ -50,8 +50,12 @@ def initial_value(program: ExportedProgram, name: str) -> torch.Tensor | None:
     return value if value is not None and bool(value.any()) else None
 
 
-def make_states(program: ExportedProgram) -> None:
+def make_states(program: ExportedProgram, multiple: int = 1) -> None:
     """Rewrite a subgraph, in place, so that coremltools turns its mutable buffers into states.
+
+    Args:
+        program: The subgraph.
+        multiple: States are filled up with zeros to a last dimension that is a multiple of it.
 
     Raises:
         ContractError: A mutable buffer has a dtype that fp16 cannot represent.
@@ -61,11 +65,13 @@ def make_states(program: ExportedProgram) -> None:
         return
     first = next(n for n in program.graph.nodes if n.op not in ("placeholder", "get_attr"))
     nonzero = [b for b in buffers if initial_value(program, b.name) is not None]
-    started = _add_started_state(program, first) if nonzero else None
+    started = _add_started_state(program, first, multiple) if nonzero else None
     for buffer in buffers:
         _check_dtype(buffer)
         _rewrite_reads(program, buffer, first, started)
         _rewrite_write(program, buffer)
+        if missing := -buffer.node.meta["val"].shape[-1] % multiple:
+            _widen(program, buffer, missing, first)
     program.graph_module.recompile()
 
 
@@ -149,15 +155,35 @@ def _rewrite_write(program: ExportedProgram, buffer: _Buffer) -> None:
         buffer.mutation.arg = TensorArgument(new.name)
 
 
+def _widen(program: ExportedProgram, buffer: _Buffer, count: int, first: Node) -> None:
+    """Fill a state up with zeros at the end of its last dimension."""
+    node, users = buffer.node, list(buffer.node.users)
+    width = node.meta["val"].shape[-1]
+    pad = torch.nn.functional.pad
+    node.meta["val"] = node.meta["val"].new_empty((*node.meta["val"].shape[:-1], width + count))
+    _replace(program, buffer.name, lambda value: pad(value, (0, count)))
+    start = next(user for user in node.graph.nodes if user in users or user is first)
+    narrowed = insert(start, ATEN.slice_copy.Tensor, node, -1, 0, width)
+    for user in users:
+        user.replace_input_with(node, narrowed)
+    output = program.graph.output_node()
+    position = program.graph_signature.output_specs.index(buffer.mutation)
+    old_results: Any = output.args[0]
+    results: list[Any] = list(old_results)
+    results[position] = insert(output, ATEN.constant_pad_nd.default, results[position], [0, count])
+    output.args = (tuple(results),)
+    buffer.mutation.arg = TensorArgument(results[position].name)
+
+
 def _is_cast_of_fp32(value: Node) -> bool:
     source = value.args[0] if value.args else None
     is_cast = value.op == "call_function" and target_name(value.target) in CASTS
     return is_cast and isinstance(source, Node) and source.meta["val"].dtype is torch.float32
 
 
-def _add_started_state(program: ExportedProgram, first: Node) -> Node:
+def _add_started_state(program: ExportedProgram, first: Node, width: int) -> Node:
     """Add a state that every run sets to 1, and return the call that tests it."""
-    value = torch.zeros(1)
+    value = torch.zeros(width)
     # Coremltools has one namespace for states and values.
     node = add_placeholder(program, f"b_{STARTED}", value, first)
     signature = program.graph_signature
@@ -166,13 +192,14 @@ def _add_started_state(program: ExportedProgram, first: Node) -> Node:
     )
     program.state_dict[STARTED] = value
     output = program.graph.output_node()
-    one = insert(output, ATEN.full.default, [1], 1.0, dtype=torch.float32)
+    one = insert(output, ATEN.full.default, [width], 1.0, dtype=torch.float32)
     results: Any = output.args[0]
     output.args = ((one, *results),)
     signature.output_specs.insert(
         0, OutputSpec(OutputKind.BUFFER_MUTATION, TensorArgument(one.name), STARTED)
     )
-    return insert(first, ATEN.ne.Scalar, node, 0)
+    element = node if width == 1 else insert(first, ATEN.slice_copy.Tensor, node, 0, 0, 1)
+    return insert(first, ATEN.ne.Scalar, element, 0)
 
 
 def _replace(

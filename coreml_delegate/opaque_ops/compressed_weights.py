@@ -17,13 +17,18 @@ from torch.fx import Node
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.mil.compose import mb
+from coreml_delegate.mil.compose.compressed import (
+    emit_look_up,
+    index_bits,
+    is_blockwise,
+    numpy_type,
+)
 from coreml_delegate.ops import Reason, ReasonCode, obstacle
 from coreml_delegate.ops.call import DECOMPRESS, DEQUANTIZE_AFFINE, target_name
-from coreml_delegate.ops.compressed import blocks, index_bits
+from coreml_delegate.ops.compressed import blocks
 from coreml_delegate.ops.constants import is_derived, stored_nodes
 from coreml_delegate.ops.edits import arguments_of, become, insert, shape_of, value_of
 from coreml_delegate.ops.mil_ops import value_in
-from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.patches.torch import is_traceable_wrapper_subclass
 from coreml_delegate.targets import Opset
 
@@ -188,45 +193,6 @@ def _translate_look_up(context: Any, node: Any) -> None:
     context.add(emit_look_up(indices, tables.astype(np.float32), None, node.name))
 
 
-def emit_look_up(indices: _Array, tables: _Array, vector_axis: int | None, name: str) -> Any:
-    """Emit the lookup of constants, with indices in the fewest bits of MIL.
-
-    Args:
-        indices: Integers [*shape].
-        tables: [*blocks, entries, length]; before iOS18 only one table of numbers.
-        vector_axis: Dimension of the result along which vectors lie; None if length is 1.
-        name: Of the result.
-    """
-    tables, dtype = pad_tables(tables)
-    if is_blockwise():
-        axis = {} if vector_axis is None else {"vector_axis": np.int32(vector_axis)}
-        return mb.constexpr_lut_to_dense(
-            indices=indices.astype(dtype), lut=tables, name=name, **axis
-        )
-    width = np.arange(index_bits(tables.size), dtype=np.uint8)
-    bits = (indices.astype(np.uint8).reshape(-1, 1) >> width) & 1
-    return mb.constexpr_lut_to_dense(
-        indices=np.packbits(bits, bitorder="little"),
-        lut=tables.reshape(-1),
-        shape=np.array(indices.shape, np.uint32),
-        name=name,
-    )
-
-
-def pad_tables(tables: _Array) -> tuple[_Array, Any]:
-    """Return lookup tables with as many entries as indices have values, and the indices' dtype."""
-    bits = index_bits(tables.shape[-2])
-    padding = [(0, 0)] * (tables.ndim - 2) + [(0, 2**bits - tables.shape[-2]), (0, 0)]
-    return np.pad(tables, padding), _numpy_type(f"uint{bits}")
-
-
-def is_blockwise() -> bool:
-    """Return whether the opset that is converted to has compression by blocks."""
-    from coremltools.converters.mil.mil.block import is_current_opset_version_compatible_with
-
-    return is_current_opset_version_compatible_with(coremltools().target(int(Opset.iOS18)))
-
-
 def emit_shift_scale(
     data: Any,
     scale: _Array,
@@ -295,7 +261,7 @@ def narrow(
     for label in labels:
         least, most = _limits(label)
         if least <= low and high <= most:
-            dtype = _numpy_type(label)
+            dtype = numpy_type(label)
             if offset is None:
                 return data.astype(dtype), None
             is_integer = np.array_equal(offset, np.round(offset))
@@ -309,12 +275,6 @@ def _limits(label: str) -> tuple[int, int]:
     sign, _, bits = label.rpartition("int")
     count_of_values = 2 ** int(bits)
     return (0, count_of_values - 1) if sign else (-count_of_values // 2, count_of_values // 2 - 1)
-
-
-def _numpy_type(label: str) -> Any:
-    from coremltools.converters.mil.mil import types
-
-    return types.nptype_from_builtin(types.string_to_builtin(label))
 
 
 TRANSLATIONS: Mapping[str, Callable[[Any, Any], None]] = {

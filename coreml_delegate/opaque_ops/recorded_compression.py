@@ -33,14 +33,12 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx import Graph, Node
 
 from coreml_delegate.mil.compose import mb
+from coreml_delegate.mil.compose.compressed import emit_look_up, is_blockwise, pad_tables
 from coreml_delegate.opaque_ops.compressed_weights import (
     BYTES,
     INTEGERS,
-    emit_look_up,
     emit_shift_scale,
-    is_blockwise,
     narrow,
-    pad_tables,
 )
 from coreml_delegate.ops import RECORDS, Reason, ReasonCode
 from coreml_delegate.ops.call import RECORDED_WEIGHT, OpCall, target_name

@@ -62,6 +62,7 @@ class ReasonCode(enum.StrEnum):
     ARGUMENT = "argument"
     SYMBOLIC = "symbolic"
     OPSET = "opset"
+    DEVICE = "device"
     SKIPPED = "skipped"
     USE = "use"
     CONVERSION = "conversion"

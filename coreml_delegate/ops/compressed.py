@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from coreml_delegate.errors import ConversionError
+from coreml_delegate.mil.compose.compressed import INDEX_BITS, index_bits
 from coreml_delegate.ops import mil_ops
 from coreml_delegate.ops.call import (
     DEQUANTIZE_AFFINE,
@@ -36,7 +37,6 @@ _BYTES = frozenset({torch.int8, torch.uint8})
 _BYTE_RANGES = tuple(torch.iinfo(dtype) for dtype in (torch.int8, torch.uint8))
 _NARROW_BITS = 4
 _INDEX_BITS_OF_IOS18 = 3
-INDEX_BITS = (1, 2, 3, 4, 6, 8)
 """Widths of indices into lookup tables; those of 3 bits need iOS18."""
 
 
@@ -76,11 +76,6 @@ def scale_blocks(scale: Sequence[int], shape: Sequence[int]) -> tuple[int, ...] 
     counts += (1,) * (len(shape) - len(counts))
     fits = all(n and not size % n for n, size in zip(counts, shape, strict=True))
     return counts if fits and all(n == 1 for n in redundant) else None
-
-
-def index_bits(entries: int) -> int:
-    """Return the bits of indices into a lookup table with ``entries`` entries, at most 256."""
-    return next(bits for bits in INDEX_BITS if 2**bits >= entries)
 
 
 def _blocks_of(call: OpCall, name: str) -> tuple[int, ...] | None:

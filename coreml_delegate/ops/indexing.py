@@ -417,6 +417,7 @@ RECORDS = (
         "aten.embedding.default",
         dtypes={"weight": FLOAT, "indices": INTEGER},
         constraints=(argument_is("sparse", False),),
+        natural_indices=True,
         quantization=Quantization((Pattern("embedding", weight="weight", output=Output.FLOAT),)),
     ),
     # Not standalone: the offsets are known only if another call computes them.

@@ -12,6 +12,7 @@ Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
     keep_fp32                   JSON object: lists "ops", "modules", "nodes" (optional)
     pass_pipeline               JSON list of pass names (optional)
     multimethod_weight_sharing_strategy  positional | disabled (optional)
+    device                      neural-engine | gpu | cpu (optional)
 
 The oldest documents have the compute units ``cpu``, ``gpu``, ``ane``, which are read, but not
 written. Source: ExecuTorch 1.5, Core ML backend documents and ``coreml_preprocess``.
@@ -41,6 +42,7 @@ from coreml_delegate.options.checks import (
 from coreml_delegate.options.declaration import (
     Argument,
     SpecForm,
+    check_fields,
     option,
     option_class,
     options_of,
@@ -54,7 +56,7 @@ from coreml_delegate.options.weight_compression import (
     stages_of,
 )
 from coreml_delegate.options.weight_compression import OPTION as COMPRESSION_KEY
-from coreml_delegate.targets import ComputeUnit, Opset
+from coreml_delegate.targets import ComputeUnit, Device, Opset
 
 if TYPE_CHECKING:
     from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -321,6 +323,31 @@ class CompileOptions:
         spec=_enum_form("multimethod_weight_sharing_strategy", WeightSharing),
     )
 
+    device: Device | None = option(
+        default=None,
+        check=optional(member(Device, texts=values_of(Device))),
+        doc="Processor to shape the program for, see ``docs/check.md``; None to leave it as it is.",
+        argument=Argument("--for", choices=values_of(Device), dest="device"),
+        is_in_recipes=True,
+        spec=_enum_form("device", Device),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        device = self.device
+        if device is not None and not device.is_in(self.compute_unit):
+            raise OptionError(
+                f"a program for the {device.text} needs a compute unit that has it",
+                got=self.compute_unit.value,
+                expected=f"{ComputeUnit.ALL.value} or {device.compute_unit.value}",
+            )
+        if device is Device.NEURAL_ENGINE and self.precision is Precision.FLOAT32:
+            raise OptionError(
+                "the neural engine computes in fp16",
+                got=f"precision {self.precision.value}",
+                remedy="Lower in float16 or auto, or for another processor",
+            )
+
     @classmethod
     def from_keywords(
         cls,
@@ -332,6 +359,7 @@ class CompileOptions:
         pass_names: Sequence[str] | None = None,
         keep_fp32: Mapping[str, Sequence[str]] | None = None,
         weight_compression: Stage | Sequence[Stage] | None = None,
+        device: Any = None,
     ) -> CompileOptions:
         """Return options by the keywords and types of ``CoreMLBackend.generate_compile_specs``.
 

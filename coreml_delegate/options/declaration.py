@@ -42,6 +42,7 @@ class Argument:
         parse: Function of the text that returns the value.
         choices: The values by their texts, or None for ``parse``.
         is_repeatable: Whether every use of the flag adds an item to a list.
+        dest: Attribute of the parsed arguments; None for the flag's name.
     """
 
     flag: str
@@ -50,6 +51,12 @@ class Argument:
     parse: Callable[[str], object] = str
     choices: Mapping[str, object] | None = None
     is_repeatable: bool = False
+    dest: str | None = None
+
+    @property
+    def attribute(self) -> str:
+        """The attribute of the parsed arguments."""
+        return self.dest or self.flag[2:].replace("-", "_")
 
     def value_of(self, name: str, text: str) -> object:
         """Return the value for a text; the text itself if only a check can refuse it.

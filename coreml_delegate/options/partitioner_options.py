@@ -11,7 +11,15 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.checks import flag, function, list_of, number, positive
+from coreml_delegate.options.checks import (
+    flag,
+    function,
+    list_of,
+    member,
+    number,
+    positive,
+    values_of,
+)
 from coreml_delegate.options.checks import optional as or_none
 from coreml_delegate.options.compile_options import CompileOptions, Precision, checked_specs
 from coreml_delegate.options.declaration import (
@@ -21,6 +29,7 @@ from coreml_delegate.options.declaration import (
     option_class,
     options_of,
 )
+from coreml_delegate.targets import Device
 
 if TYPE_CHECKING:
     from executorch.exir.backend.compile_spec_schema import CompileSpec
@@ -168,6 +177,13 @@ class PartitionerKeywords:
         is_in_recipes=True,
     )
 
+    device: Device | None = option(
+        default=None,
+        check=or_none(member(Device, texts=values_of(Device))),
+        doc='Processor to shape the program for: ``"neural-engine"``, ``"gpu"`` or ``"cpu"``; None '
+        "for that of the compile specs.",
+    )
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.precision_data is not None and not self.measures_precision:
@@ -182,7 +198,8 @@ class PartitionerKeywords:
     @cached_property
     def compiling(self) -> CompileOptions:
         """The compile options, decoded."""
-        return CompileOptions.from_specs(self.compile_specs or ())
+        options = CompileOptions.from_specs(self.compile_specs or ())
+        return options if self.device is None else replace(options, device=self.device)
 
     @property
     def measures_precision(self) -> bool:

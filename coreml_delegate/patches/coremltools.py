@@ -10,7 +10,7 @@ import copy
 import math
 import pkgutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -337,6 +337,43 @@ AROUND_FP16_CAST = _patch(
     " folds, show which constants fp16 loses. The state is a pair: a function of the program and"
     " the selector of ops, before the casts, which returns another selector, and one of the program"
     " with casts.",
+)
+
+
+def _guard_others(handles: Collection[int], guard: Callable[..., None]) -> Callable[..., None]:
+    def guard_indices(op: Any, block: Any) -> None:
+        source = pkgutil.resolve_name(f"{_MIL}.scope:ScopeSource").EXIR_DEBUG_HANDLE
+        if not set(op.scopes.get(source) or ()).intersection(handles):
+            guard(op, block)
+
+    return guard_indices
+
+
+GUARD_INDICES = _patch(
+    f"{_PASSES}.optimize_tensor_operation:guard_negative_gather_indices"
+    "._try_match_and_transform_pattern",
+    _guard_others,
+    "From iOS17 on each lookup gets ops that make negative indices positive, which an embedding"
+    " never has, and which the neural engine does not run. The state has the handles of the lookups"
+    " to leave alone.",
+)
+
+
+def _before_names(
+    rewrite: Callable[[Any], None], apply: Callable[..., None]
+) -> Callable[..., None]:
+    def apply_to_names(self: Any, program: Any) -> None:
+        rewrite(program)
+        apply(self, program)
+
+    return apply_to_names
+
+
+BEFORE_NAMES = _patch(
+    "coremltools.converters.mil.backend.mil.passes.sanitize_name_strings:sanitize_name_strings.apply",
+    _before_names,
+    "Rewrites for a device come after all passes that would undo them, and before names are made"
+    " distinct. The state is a function of the program.",
 )
 
 

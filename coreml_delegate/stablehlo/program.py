@@ -139,6 +139,7 @@ def compile(
     target: Any = Opset.iOS18,
     precision: Any = Precision.FLOAT32,
     compute_units: Any = "ALL",
+    device: Any = None,
     options: EngineOptions | None = None,
     precision_data: Collection[Sequence[Any]] | None = None,
     min_sqnr_db: float = MIN_SQNR_DB,
@@ -160,6 +161,7 @@ def compile(
         target: Deployment target, a ``ct.target`` or its name.
         precision: Floating-point type for values of float32; see ``graph.Backend``.
         compute_units: Where a device may run the program: a ``ct.ComputeUnit``, or its name.
+        device: Processor that the program is shaped for; see ``graph.Backend``.
         options: Options of the engine.
         precision_data: With precision ``auto``, the inputs to measure with: a list of samples, each
             a tuple of the arrays of a call, see ``Program.run``.
@@ -173,7 +175,12 @@ def compile(
         OSError: The file cannot be read.
     """
     backend = Backend(
-        engine, target=target, precision=precision, compute_units=compute_units, options=options
+        engine,
+        target=target,
+        precision=precision,
+        compute_units=compute_units,
+        device=device,
+        options=options,
     )
     samples = checked(PartitionerKeywords, "precision_data", precision_data)
     read = _read(source, backend, states or {}, dimensions or {}, bfloat16)

@@ -18,16 +18,19 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from coreml_delegate.dynamic_shapes.symbols import input_tensors
 from coreml_delegate.errors import ContractError
 from coreml_delegate.lowering.delegation_tags import set_tag, tag_of
 from coreml_delegate.lowering.states import STATE_DTYPES, largest_integer
 from coreml_delegate.ops.call import target_name
+from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 # Metadata that ExecuTorch's emitter reads, and its InitializedMutableBufferPass sets.
 _INITIAL_VALUE_KEY = "et_init_buffer"
 
 NOT_REQUESTED = "take_over_mutable_buffer=False was asked for"
+_MIXED = "Core ML fails to load states beside inputs of fixed and of several sizes"
 _NEVER_READ = "nothing reads it before it is written"
 _NOT_COMPUTED = "its new value is not computed in a partition"
 
@@ -108,15 +111,26 @@ def check_state_target(program: ExportedProgram, target: Opset | None) -> None:
         )
 
 
-def obstacles_to_states(program: ExportedProgram, *, take_over: bool) -> dict[str, str]:
+def obstacle_to_all_states(program: ExportedProgram, options: PartitionerOptions) -> str | None:
+    """Return why no mutable buffer of a program becomes a state, or None."""
+    if not options.take_over_mutable_buffer:
+        return NOT_REQUESTED
+    if options.compiling.device is None or options.compiling.enumerated_shapes:
+        return None
+    shapes = [tensor.shape for tensor in input_tensors(program).values()]
+    are_fixed = [all(isinstance(size, int) for size in shape) for shape in shapes]
+    return _MIXED if any(are_fixed) and not all(are_fixed) else None
+
+
+def obstacles_to_states(program: ExportedProgram, options: PartitionerOptions) -> dict[str, str]:
     """Return why mutable buffers of a tagged program are no states, by name.
 
     Args:
         program: Tagged, data included.
-        take_over: Whether mutable buffers may become states.
+        options: The partitioner's.
     """
-    if not take_over:
-        return {buffer.name: NOT_REQUESTED for buffer in mutable_buffers(program)}
+    if (obstacle := obstacle_to_all_states(program, options)) is not None:
+        return {buffer.name: obstacle for buffer in mutable_buffers(program)}
     returned = _count_returns(program)
     reasons = ((b.name, _obstacle(b, returned)) for b in mutable_buffers(program))
     return {name: reason for name, reason in reasons if reason is not None}

@@ -50,6 +50,29 @@ def group_calls(
     return [tuple(groups[stage]) for stage in sorted(groups)]
 
 
+def cut(group: Group, constants: Collection[Node], limit: int) -> list[Group]:
+    """Cut a group where its constants exceed a size; the parts run one after the other.
+
+    Args:
+        group: In graph order.
+        constants: The constants of the program.
+        limit: Most bytes of the constants of a part, unless one call has more.
+    """
+    parts: list[list[Node]] = []
+    inside, total = set[Node](), 0
+    for node in group:
+        new = {value for value in node.all_input_nodes if value in constants} - inside
+        count = sum(map(bytes_of, new))
+        if not parts or (total + count > limit and not is_part(node)):
+            parts.append([])
+            new = {value for value in node.all_input_nodes if value in constants}
+            inside, total, count = set(), 0, sum(map(bytes_of, new))
+        parts[-1].append(node)
+        inside |= new
+        total += count
+    return [tuple(part) for part in parts]
+
+
 def count_groups(graph: Graph, refused: Collection[Node]) -> int:
     """Return the number of groups of ``group_calls``."""
     earliest = _earliest(graph, refused)

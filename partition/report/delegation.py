@@ -152,6 +152,7 @@ class DelegationReport(ProgramRecord):
         title: str = "Delegation to Core ML",
         *,
         device: Sequence[DeviceFinding] | None = None,
+        processors: Sequence[str] = (),
     ) -> str:
         """Return the report as one HTML page that works offline, with a clickable graph.
 
@@ -159,8 +160,9 @@ class DelegationReport(ProgramRecord):
             title: Title of the page.
             device: Findings of ``coreml-delegate check`` in the lowered program; None omits the
                 section.
+            processors: Lines of this section on the processors that run the partitions.
         """
-        return to_html(self, title, device)
+        return to_html(self, title, device, processors)
 
     def __str__(self) -> str:
         return self.to_table()

@@ -105,7 +105,7 @@ def describe(
 def _buffers(
     program: ExportedProgram, values: Mapping[str, torch.Tensor], options: PartitionerOptions
 ) -> Iterator[BufferReport]:
-    reasons = obstacles_to_states(program, take_over=bool(options.take_over_mutable_buffer))
+    reasons = obstacles_to_states(program, options)
     for buffer in mutable_buffers(program):
         value: torch.Tensor = buffer.node.meta["val"]
         reason = reasons.get(buffer.name, "")

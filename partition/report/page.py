@@ -63,7 +63,10 @@ class Panel:
 
 
 def to_html(
-    report: ProgramRecord, title: str, device: Sequence[DeviceFinding] | None = None
+    report: ProgramRecord,
+    title: str,
+    device: Sequence[DeviceFinding] | None = None,
+    processors: Sequence[str] = (),
 ) -> str:
     """Return the page."""
     anchors = {node.name: f"node-{n}" for n, node in enumerate(report.nodes)}
@@ -79,6 +82,7 @@ def to_html(
         title=title,
         report=report,
         device=device,
+        processors=processors,
         split=report.node(report.first_split) if report.first_split is not None else None,
         overview=_overview(panels) if panels else _nodes(report.nodes, anchors),
         panels=panels,

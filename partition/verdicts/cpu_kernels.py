@@ -85,6 +85,12 @@ def has_kernel(op: OpOverload) -> bool:
     return _out_variant(op) in Runtime.get().operator_registry.operator_names
 
 
+def runs_on_cpu(node: Node) -> bool:
+    """Return whether ExecuTorch's runtime has a kernel for a call, or for its decomposition."""
+    overload = overload_of(node.target) if node.op == "call_function" else None
+    return isinstance(overload, OpOverload) and (has_kernel(overload) or is_composite(overload))
+
+
 def cpu_obstacles(undelegated: Iterable[Node]) -> dict[Node, Reason]:
     """Return why undelegated calls do not run on the CPU either.
 

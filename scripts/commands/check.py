@@ -111,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
     with console.step("Importing ExecuTorch and coremltools"):
         from coreml_delegate.device_check import check, rule_named
         from coreml_delegate.device_check.compute_plan import require_macos
+        from coreml_delegate.device_check.processors import processor_shares
         from coreml_delegate.scripts import device_findings
         from coreml_delegate.scripts.compute_plans import compare
     for name in args.ignore:
@@ -128,6 +129,7 @@ def run(args: argparse.Namespace) -> int:
     measurements = [] if _ACCURACY in args.ignore else _measurements(args, samples)
     with console.step("Checking"):
         findings = check(models.checked, diagnoses, measurements, ignore=args.ignore)
+        shares = processor_shares(models.checked, findings)
     content: dict[str, Any] = {
         "program": str(args.program),
         "delegates": [name for model in models.checked for name in model.name.split(", ")],
@@ -135,9 +137,11 @@ def run(args: argparse.Namespace) -> int:
         "has_rounded_constants": any(d.has_rounded_constants for _, d in diagnoses),
         "precision": [_precision_data(measured) for measured in measurements],
         "findings": [finding.as_dict() for finding in findings],
+        "processors": [share.as_dict() for share in shares],
         "saved_bytes": device_findings.saved_bytes(findings),
     }
     text = device_findings.table(findings) if findings else "nothing found"
+    text = "\n\n".join([text, *(["\n".join(map(str, shares))] if shares else [])])
     if plans:
         compared = [(plan.model.name, *compare(plan, findings)) for plan in plans]
         content["compute_plans"] = [{"delegates": n, **data} for n, _, data in compared]

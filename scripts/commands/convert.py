@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=".mlpackage, or .pte with one Core ML delegate",
     )
     arguments.add_options(
-        parser, CompileOptions, ("compute_unit", "precision", "deployment_target")
+        parser, CompileOptions, ("compute_unit", "precision", "deployment_target", "device")
     )
     parser.set_defaults(precision="float32")
     arguments.add_inputs(parser, default="nothing is measured")
@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
             **({"target": args.deployment_target} if args.deployment_target else {}),
             precision=args.precision,
             compute_units=args.compute_unit,
+            device=args.device,
             states=dict(args.state),
             precision_data=samples if args.precision is Precision.AUTO else None,
             min_sqnr_db=args.min_sqnr,

@@ -36,6 +36,8 @@ from coreml_delegate.scripts.commands import Command
 from coreml_delegate.scripts.inputs import flexible_shapes
 
 if TYPE_CHECKING:
+    from coreml_delegate.device_check import Finding
+    from coreml_delegate.device_check.processors import ProcessorShare
     from coreml_delegate.exported.source_model import Outcome, SourceModel
     from coreml_delegate.formats.blob import Buffer
     from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
@@ -145,7 +147,9 @@ def run(args: argparse.Namespace) -> int:
     _write(args, output, program, package, source, report)
     if sizes is not None and program is not None:
         sizes = sizes.with_program(program.buffer)
-    _print(report, sizes, as_json=args.json)
+    is_shaped = program is not None and args.device is not None
+    shares = _checked(report, program)[1] if is_shaped else []
+    _print(report, sizes, shares, as_json=args.json)
     if args.strict or args.full_graph:
         report.require_complete()
     if output is not None and not report.partitions:
@@ -204,18 +208,24 @@ def _report(report: DelegationReport, suffix: str) -> bytes:
 
 def _page(report: DelegationReport, program: Any) -> bytes:
     """Return the report's page, with the findings of ``check`` for the program."""
+    from coreml_delegate.scripts.device_findings import page_rows
+
+    findings, shares = _checked(report, program)
+    return report.to_html(device=page_rows(findings), processors=list(map(str, shares))).encode()
+
+
+def _checked(report: DelegationReport, program: Any) -> tuple[list[Finding], list[ProcessorShare]]:
+    """Return what ``check`` says of the program."""
     from coreml_delegate.device_check import check
+    from coreml_delegate.device_check.processors import processor_shares
     from coreml_delegate.runtime.program.pte import PteProgram
-    from coreml_delegate.scripts.device_findings import (
-        models_of_pte,
-        modules_of_report,
-        page_rows,
-    )
+    from coreml_delegate.scripts.device_findings import models_of_pte, modules_of_report
 
     if not report.partitions:
-        return report.to_html(device=()).encode()
-    models = models_of_pte(PteProgram.open(program.buffer), modules_of_report(report))
-    return report.to_html(device=page_rows(check(models.checked))).encode()
+        return [], []
+    models = models_of_pte(PteProgram.open(program.buffer), modules_of_report(report)).checked
+    findings = check(models)
+    return findings, processor_shares(models, findings)
 
 
 def _etrecord(program: Any, source: SourceModel) -> bytes:
@@ -319,13 +329,21 @@ def _check_outputs(args: argparse.Namespace) -> Path | None:
     return output
 
 
-def _print(report: DelegationReport, sizes: QuantizationSummary | None, *, as_json: bool) -> None:
-    if sizes is None:
-        console.write(report.to_json() if as_json else report.to_table())
-    elif as_json:
-        console.write_json(report.to_dict() | {"quantization": sizes.as_dict()})
-    else:
-        console.write(f"{report.to_table()}\n{sizes}")
+def _print(
+    report: DelegationReport,
+    sizes: QuantizationSummary | None,
+    shares: list[ProcessorShare],
+    *,
+    as_json: bool,
+) -> None:
+    if as_json:
+        further = {} if sizes is None else {"quantization": sizes.as_dict()}
+        further |= {"processors": [share.as_dict() for share in shares]} if shares else {}
+        console.write_json(report.to_dict() | further)
+        return
+    console.write(report.to_table())
+    for line in (*([] if sizes is None else [sizes]), *shares):
+        console.write(str(line))
 
 
 def _quantized(

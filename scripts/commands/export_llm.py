@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
+from coreml_delegate.options.declaration import options_of
 from coreml_delegate.options.weight_compression import OPTION, Stage, demand
 from coreml_delegate.quantization import QuantizationAssignment, QuantizationMode
 from coreml_delegate.quantization.configs import neural_engine_stage
@@ -139,7 +140,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     quantization_options.add_weight_modes(parser, calibrated=True)
     arguments.add_allow_missing_kernels(parser)
-    arguments.add_options(parser, CompileOptions)
+    own = {"device"}  # its form of the layers has an option of the same name
+    names = {option.name for option in options_of(CompileOptions)} - own
+    arguments.add_options(parser, CompileOptions, names)
     arguments.add_force(parser)
     arguments.add_json(parser)
 

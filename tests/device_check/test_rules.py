@@ -527,7 +527,7 @@ def test_a_model_that_delegates_share_is_looked_at_once():
 def test_a_file_of_two_gigabytes(monkeypatch):
     found = with_weight(_DISTINCT)
     assert findings(found, "large-file") == []
-    monkeypatch.setattr(weights, "_LARGEST_FILE", 64 * 64 * 2)
+    monkeypatch.setattr(weights, "LARGEST_WEIGHTS", 64 * 64 * 2)
     assert findings(found, "large-file")[0].details.got == "8,192 bytes"
 
 

@@ -137,6 +137,19 @@ def segformer(size: int) -> Built:
     return _of_transformers("SegformerForSemanticSegmentation", settings, inputs, "logits")
 
 
+def whisper_encoder() -> Built:
+    """The encoder of Whisper tiny, for 30 s of sound: 80 bins, 3,000 frames."""
+    torch.manual_seed(0)
+    library = transformers()
+    config = library.WhisperConfig(
+        d_model=384, encoder_layers=4, encoder_attention_heads=6, encoder_ffn_dim=1536
+    )
+    encoder = library.models.whisper.modeling_whisper.WhisperEncoder(config).eval()
+    return Outputs(encoder, ("input_features",), ("last_hidden_state",)), (
+        torch.randn(1, 80, 3000),
+    )
+
+
 def clip_text() -> Built:
     """The text encoder of CLIP base, which Stable Diffusion has, with two layers."""
     torch.manual_seed(0)

@@ -53,8 +53,7 @@ def measure(row: Row, precisions: Iterable[Precision], engines: Iterable[str]) -
         engines: Engines to run it on.
     """
     model, inputs = row.build()
-    with torch.no_grad():
-        expected = _tensors(_in_fp32(model, inputs)(*map(_widened, inputs)))
+    expected = expected_outputs(model, inputs)
     seconds, report, decibels = 0.0, None, {}
     for precision in precisions:
         pte, report, seconds = _lower(model, inputs, precision)
@@ -92,8 +91,7 @@ class MeasuredPrecision:
 
 def measure_precision(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> MeasuredPrecision:
     """Lower a model in fp16 and with precision ``auto``, and run both on the reference engine."""
-    with torch.no_grad():
-        expected = _tensors(_in_fp32(model, inputs)(*map(_widened, inputs)))
+    expected = expected_outputs(model, inputs)
     decibels: dict[Precision, float] = {}
     seconds: dict[Precision, float] = {}
     islands, calls = 0, 0
@@ -111,6 +109,12 @@ def measure_precision(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Mea
         seconds[Precision.FLOAT16],
         seconds[Precision.AUTO],
     )
+
+
+def expected_outputs(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Return the outputs of eager PyTorch, in fp32."""
+    with torch.no_grad():
+        return _tensors(_in_fp32(model, inputs)(*map(_widened, inputs)))
 
 
 def _lower(

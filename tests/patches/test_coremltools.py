@@ -173,6 +173,36 @@ def test_functions_see_a_program_before_and_after_its_casts_to_fp16() -> None:
     assert casts == [0, 0, 0, 3]
 
 
+# Lookups, and the end of a conversion
+
+
+@pytest.mark.parametrize("handles", [(), (7,)], ids=["guarded", "natural"])
+def test_indices_of_lookups_are_made_positive_but_for_the_named(handles: tuple[int, ...]) -> None:
+    scope = mil.scope.ScopeInfo(source=mil.scope.ScopeSource.EXIR_DEBUG_HANDLE, data=[7])
+
+    @mb.program(
+        input_specs=[mb.TensorSpec((3,), dtype=mil.types.int32)], opset_version=ct.target.iOS17
+    )
+    def program(x: Any) -> Any:
+        with mb.scope(scope):
+            return mb.gather(x=np.ones((4, 2), np.float32), indices=x)
+
+    with patched(patches.GUARD_INDICES.with_state(handles)):
+        mil.passes.pass_registry.PASS_REGISTRY["common::guard_negative_gather_indices"](program)
+    assert len(program.functions["main"].find_ops(op_type="select")) == (0 if handles else 1)
+
+
+def test_a_function_sees_a_program_at_the_end_of_a_conversion() -> None:
+    ops: list[str] = []
+
+    def note(program: Any) -> None:
+        ops.extend(op.op_type for op in program.functions["main"].operations)
+
+    with patched(patches.BEFORE_NAMES.with_state(note)):
+        mil.passes.pass_registry.PASS_REGISTRY["mil_backend::sanitize_name_strings"](_exponential())
+    assert ops == ["exp"]
+
+
 # Palettes with a scale per channel
 
 

@@ -67,6 +67,11 @@ def variables(op: Any) -> list[Any]:
     ]
 
 
+def constants(op: Any) -> list[Any]:
+    """Return the stored constants that an op reads, each once."""
+    return [var for var in dict.fromkeys(variables(op)) if made_by(var, "const") is not None]
+
+
 def operands(op: Any) -> list[Any]:
     """Return the variables of fp32 that an op reads."""
     return [var for var in variables(op) if is_fp32(var)]

@@ -1,0 +1,191 @@
+"""Writes the table of the form for the neural engine in ``docs/models.md``: ``make models``.
+
+With names of models, it measures only them; without, the models that have no row yet.
+The page is written after each.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from executorch.backends.apple.coreml.compiler import CoreMLBackend as TheirBackend
+from executorch.backends.apple.coreml.partition import CoreMLPartitioner as TheirPartitioner
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from models import libraries
+from models.architectures import ARCHITECTURES, Architecture
+from models.measuring import expected_outputs, worst_db
+from models.model_table import PAGE, decibels, number
+from models.rows import ROWS, Row
+from support.generated_sections import with_section
+from torch import nn
+
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
+from coreml_delegate.device_check import check
+from coreml_delegate.device_check.records import CheckedModel
+from coreml_delegate.formats.caches import CACHE_VARIABLE
+from coreml_delegate.patches.third_party import coremltools
+from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.scripts.device_findings import models_of_pte
+from coreml_delegate.targets import Device, Opset
+
+SECTION = "devices"
+NAMES = (
+    *("alexnet", "vgg11_bn", "resnet34", "regnet_x_400mf", "shufflenet_v2_x1_5", "squeezenet1_0"),
+    *("mobilenet_v3_large", "efficientnet_b1", "convnext_small", "swin_v2_t", "mc3_18"),
+    *("deeplabv3_resnet50", "ssdlite320_mobilenet_v3_large", "retinanet_resnet50_fpn"),
+    *("fasterrcnn_mobilenet_v3_large_320_fpn", "YOLOv8 head", "DETR, ResNet-50", "YOLOS tiny"),
+    *("SegFormer B0", "SAM base, image encoder", "Depth Anything small", "DPT"),
+    *("Stable Diffusion 1, UNet", "Stable Diffusion, decoder", "CLIP base, text encoder"),
+    *("wav2vec 2.0 base, CTC", "Whisper tiny, encoder", "PointNet", "DGCNN, a layer"),
+    *("BERT, tied weights", "roberta", "distilbert", "electra", "deberta", "mpnet", "vit", "deit"),
+)
+WHISPER = Row("Whisper tiny, encoder", "transformers", "30 s", libraries.whisper_encoder)
+MODELS: tuple[Row | Architecture, ...] = tuple(
+    row for name in NAMES for row in (WHISPER, *ROWS, *ARCHITECTURES) if row.name == name
+)
+_TITLES = (
+    *("model", "findings", "shaped", "upstream", "MIL ops", "shaped", "upstream"),
+    *("partitions", "shaped", "upstream", "dB", "shaped"),
+)
+_OPTIONS = {"minimum_deployment_target": Opset.iOS18}
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A program of a model.
+
+    Attributes:
+        findings: Findings of rules whose remedy a lowering for the neural engine carries out.
+        ops: MIL ops, without constants.
+        partitions: Core ML delegates.
+        db: Of the worst output over eager PyTorch in fp16, on ``reference``; None if it is not
+            compared.
+    """
+
+    findings: int
+    ops: int
+    partitions: int
+    db: float | None = None
+
+
+def measure(row: Row | Architecture) -> dict[str, Lowered]:
+    """Lower a model plainly, for the neural engine, and with upstream's partitioner."""
+    model, inputs = row.build()
+    compared = not (isinstance(row, Row) and row.picks)
+    expected = expected_outputs(model, inputs)
+    programs = {
+        "plain": _ours(model, inputs, None),
+        "shaped": _ours(model, inputs, Device.NEURAL_ENGINE),
+        "upstream": _theirs(model, inputs),
+    }
+    measured: dict[str, Lowered] = {}
+    for who, pte in programs.items():
+        db = None
+        if compared and who != "upstream":
+            program = runtime.load_program(pte, engine="reference")
+            db = worst_db(expected, program.run("forward", list(inputs)))
+        measured[who] = _lowered(pte, db)
+    return measured
+
+
+def _ours(model: nn.Module, inputs: tuple[torch.Tensor, ...], device: Device | None) -> bytes:
+    specs = CoreMLBackend.generate_compile_specs(**_OPTIONS)
+    return _lower(model, inputs, CoreMLPartitioner(compile_specs=specs, device=device))
+
+
+def _theirs(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes | None:
+    target = coremltools().target.iOS18
+    specs = TheirBackend.generate_compile_specs(minimum_deployment_target=target)
+    try:
+        return _lower(model, inputs, TheirPartitioner(compile_specs=specs))
+    except Exception as error:  # noqa: BLE001 - whatever upstream raises, the table shows a dash
+        sys.stderr.write(f"upstream: {type(error).__name__}: {str(error)[:200]}\n")
+        return None
+
+
+def _lower(model: nn.Module, inputs: tuple[torch.Tensor, ...], partitioner: Any) -> bytes:
+    manager = to_edge_transform_and_lower(
+        torch.export.export(model, inputs),
+        partitioner=[partitioner],
+        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+    )
+    return bytes(manager.to_executorch().buffer)
+
+
+def _lowered(pte: bytes | None, db: float | None) -> Lowered:
+    if pte is None:
+        return Lowered(-1, -1, -1)
+    models: Sequence[CheckedModel] = models_of_pte(PteProgram.open(pte)).checked
+    mendable = [
+        finding
+        for finding in check(models)
+        if (rewrite := finding.rule.rewrite) and Device.NEURAL_ENGINE in rewrite.devices
+    ]
+    views = [view for model in models for view in model.views]
+    partitions = sum(len(model.uses) for model in models)
+    return Lowered(len(mendable), sum(len(view.ops) for view in views), partitions, db)
+
+
+def rows(measured: Mapping[str, Mapping[str, Lowered]]) -> Iterator[str]:
+    """Yield the lines of the table.
+
+    Args:
+        measured: The programs by model.
+    """
+    yield f"| {' | '.join(_TITLES)} |"
+    yield f"|{'---|' * len(_TITLES)}"
+    for row in MODELS:
+        programs = measured.get(row.name)
+        if programs is None:
+            continue
+        cells = [f"`{row.name}`"]
+        for count in (lambda p: p.findings, lambda p: p.ops, lambda p: p.partitions):
+            numbers = (count(programs[who]) for who in ("plain", "shaped", "upstream"))
+            cells += ["-" if number < 0 else str(number) for number in numbers]
+        cells += [decibels(programs[who].db) for who in ("plain", "shaped")]
+        yield f"| {' | '.join(cells)} |"
+
+
+def read(text: str) -> dict[str, dict[str, Lowered]]:
+    """Return the rows that a page has, by model."""
+    measured: dict[str, dict[str, Lowered]] = {}
+    section = text.partition(f"<!-- {SECTION} -->")[2].partition(f"<!-- end of {SECTION} -->")[0]
+    for line in section.splitlines():
+        cells = [cell.strip(" `") for cell in line.strip("|").split(" | ")]
+        if len(cells) != len(_TITLES) or not cells[1].removeprefix("-").isdigit():
+            continue
+        numbers = [-1 if cell == "-" else int(cell) for cell in cells[1:10]]
+        dbs = [*(number(cell) for cell in cells[10:]), None]
+        measured[cells[0]] = {
+            who: Lowered(numbers[n], numbers[3 + n], numbers[6 + n], dbs[n])
+            for n, who in enumerate(("plain", "shaped", "upstream"))
+        }
+    return measured
+
+
+def main(names: Sequence[str]) -> None:
+    """Measure models, and write the page after each."""
+    known_names = read(PAGE.read_text("utf-8")).keys()
+    for row in MODELS:
+        if row.name not in names if names else row.name in known_names:
+            continue
+        with torch.no_grad():
+            measured = measure(row)
+        text = PAGE.read_text("utf-8")
+        known = read(text) | {row.name: measured}
+        PAGE.write_text(with_section(text, SECTION, rows(known)), "utf-8")
+        print(row.name, measured, flush=True)  # noqa: T201 - the progress of minutes
+        gc.collect()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[CACHE_VARIABLE] = folder  # the tables of others stay theirs
+        main(sys.argv[1:])

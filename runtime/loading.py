@@ -259,7 +259,9 @@ class LoadedModel(LoadedProgram):
             return values  # as the model has other outputs, nothing is compared
         for name in self._added.softmax:
             scores = by_name[name]
-            by_name[name] = None if scores is None else torch.softmax(scores.float(), dim=-1)
+            if scores is not None:
+                flat = torch.softmax(scores.float().flatten(), dim=0)
+                by_name[name] = flat.reshape(scores.shape)
         return [by_name[name] for name in names]
 
     def states(self) -> Snapshot:

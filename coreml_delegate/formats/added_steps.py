@@ -34,7 +34,7 @@ class AddedSteps:
 
     Attributes:
         images: Scale and bias of the images that are normalized, by input.
-        softmax: Outputs to which softmax is applied over the last dimension.
+        softmax: Outputs to which softmax is applied, over all elements.
         outputs: Names of the model's outputs, in its order; empty if they are in the package's.
     """
 

@@ -230,10 +230,9 @@ class _Model:
         if softmax:
             # In the type that the program computes in: the Neural Engine has no fp32.
             scores = function.without_cast(value)
-            axis = np.array(-1, np.int32)
-            scores = function.append(
-                MilOp.SOFTMAX, f"{value}_softmax", function.types()[scores], x=scores, axis=axis
-            )
+            type_ = function.types()[scores]
+            axis = np.array(_class_dimension(shape_of(type_), len(labels)), np.int32)
+            scores = function.append(MilOp.SOFTMAX, f"{value}_softmax", type_, x=scores, axis=axis)
         probabilities = function.cast(scores, FP32)
         if not softmax and not self._is_probability(probabilities):
             logger.warning(
@@ -367,6 +366,22 @@ class _Model:
         for key in (input_sizes.METADATA_KEY, fp32_constants.METADATA_KEY):
             rename_keys(description.metadata.userDefined, key, renamed)
         return renamed
+
+
+def _class_dimension(shape: Sequence[int | None], count: int) -> int:
+    """Return the dimension of the classes in scores of ``count`` elements.
+
+    Raises:
+        OptionError: Several dimensions have them.
+    """
+    if count not in shape:
+        raise OptionError(
+            "softmax needs the classes in one dimension",
+            got=str(list(shape)),
+            expected=f"a dimension of {count}",
+            remedy="Reshape the scores in the model",
+        )
+    return shape.index(count)
 
 
 def _array(type_: Message) -> Message:

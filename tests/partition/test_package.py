@@ -508,6 +508,27 @@ def test_two_outputs_fit_the_labels(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("shape", [(5,), (1, 5, 1, 1)])
+def test_softmax_is_over_the_classes(shape: tuple[int, ...], tmp_path: Path) -> None:
+    class Reshaped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 2).reshape(shape)
+
+    path, scores = tmp_path / "a.mlpackage", torch.randn(1, 5)
+    interface = ModelInterface(labels=_LABELS, softmax=True)
+    save_mlpackage(_program(Reshaped(), scores), path, None, interface)
+    probabilities = _predicted(path, {"x": scores.numpy()})["classLabel_probs"]
+    expected = (scores[0] * 2).softmax(-1)
+    atol, rtol = ATOL_RTOL["fp16"]
+    np.testing.assert_allclose([*probabilities.values()], expected, atol=atol, rtol=rtol)
+
+
+def test_softmax_needs_the_classes_in_one_dimension(tmp_path: Path) -> None:
+    interface = ModelInterface(labels=["a", "b", "c", "d", "e", "f"], softmax=True)
+    with pytest.raises(OptionError, match="softmax needs the classes in one dimension: got"):
+        save_mlpackage(_program(Taken(), _X), tmp_path / "a.mlpackage", None, interface)
+
+
 @pytest.mark.parametrize("softmax", [True, False])
 def test_scores_that_are_no_probabilities_are_named(
     softmax: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture

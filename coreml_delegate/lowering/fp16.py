@@ -24,7 +24,7 @@ from coreml_delegate.lowering.debug_handles import HANDLE
 from coreml_delegate.mil.passes.for_devices import Rewrite, rewrite
 from coreml_delegate.mil.passes.fp16_range import keep_in_fp16_range
 from coreml_delegate.mil.passes.fp32_islands import ops_in_fp32
-from coreml_delegate.mil.passes.matching import Selector
+from coreml_delegate.mil.passes.matching import Selector, is_fp32, made_by, variables
 from coreml_delegate.options.compile_options import KeepFp32
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches import patched
@@ -77,6 +77,25 @@ def _is_covered(node: Node, patterns: Iterable[ModulePattern]) -> bool:
 
 # Constants that fp16 rounds
 
+_FP16_MAX = float(np.finfo(np.float16).max)
+_CHUNK = 2**20  # elements of a constant that are examined at once
+
+
+def overflows(op: Any) -> bool:
+    """Return whether a MIL op has a constant with finite values beyond fp16."""
+    constants = (var for var in variables(op) if is_fp32(var) and made_by(var, "const"))
+    return any(_exceeds_fp16(np.asarray(var.op.val.val)) for var in constants)
+
+
+def _exceeds_fp16(values: np.ndarray[Any, Any]) -> bool:
+    # Buffered, because a constant may be transposed, and flattening it would copy it.
+    flags: Any = ["external_loop", "buffered", "zerosize_ok"]
+    for chunk in np.nditer(values, flags=flags, order="K", buffersize=_CHUNK):
+        magnitudes = np.abs(chunk)
+        if ((magnitudes > _FP16_MAX) & (magnitudes < coremltools_patches.INFINITE_FROM)).any():
+            return True
+    return False
+
 
 @contextmanager
 def fp16_cast(
@@ -108,7 +127,10 @@ def fp16_cast(
             if lost is not None or (records_all and is_rounded(value)):
                 recorded[op.outputs[0].name] = value if lost is None else lost
 
-    with patched(coremltools_patches.AROUND_FP16_CAST.with_state((guard, record))):
+    with patched(
+        coremltools_patches.AROUND_FP16_CAST.with_state((guard, record)),
+        coremltools_patches.OVERFLOW_CHECK.with_state(overflows),
+    ):
         yield recorded
 
 

@@ -10,7 +10,7 @@ import copy
 import math
 import pkgutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ _WITH_OPERANDS = frozenset({"pow", "softplus_parametric"})
 _EVALUATED_WRONGLY = frozenset({"argsort", "scatter_along_axis", "topk"})
 
 _FP16_TOLERANCE = 1e-3  # relative error of an inverse
-_FP16_MAX = float(np.finfo(np.float16).max)
 INFINITE_FROM = 1e38
 """Coremltools takes constants from this magnitude on for infinity; smaller constants use fp32."""
 
@@ -273,38 +272,11 @@ PALETTES_WITH_SCALES = (
 # Precision
 
 
-def overflows(op: Any) -> bool:
-    """Return whether an op has a constant with finite values beyond fp16.
-
-    Args:
-        op: A MIL operation.
-    """
-    return any(_exceeds_fp16(np.asarray(value)) for value in _fp32_constants(op))
-
-
-def _fp32_constants(op: Any) -> Iterator[Any]:
-    for argument in op.inputs.values():
-        for var in argument if isinstance(argument, list | tuple) else (argument,):
-            if var.op is None or var.op.op_type != "const":
-                continue
-            if var.is_tensor_or_scalar_of(dtype="fp32"):
-                yield var.op.val.val
-
-
-def _exceeds_fp16(values: np.ndarray[Any, Any]) -> bool:
-    # Buffered, because a constant may be transposed, and flattening it would copy it.
-    flags: Any = ["external_loop", "buffered", "zerosize_ok"]
-    for chunk in np.nditer(values, flags=flags, order="K", buffersize=_CHUNK):
-        magnitudes = np.abs(chunk)
-        if ((magnitudes > _FP16_MAX) & (magnitudes < INFINITE_FROM)).any():
-            return True
-    return False
-
-
 OVERFLOW_CHECK = _patch(
     f"{_PASSES}.quantization:FP16ComputePrecision.fp16_overflow",
-    partial(_instead, overflows),
-    "It indexes each constant with int64, which takes several times the memory of the constant.",
+    _instead,
+    "It indexes each constant with int64, which takes several times the memory of the constant. The"
+    " state is a function of the op.",
 )
 
 
@@ -340,13 +312,11 @@ AROUND_FP16_CAST = _patch(
 )
 
 
-def _guard_others(handles: Collection[int], guard: Callable[..., None]) -> Callable[..., None]:
-    def guard_indices(op: Any, block: Any) -> None:
-        source = pkgutil.resolve_name(f"{_MIL}.scope:ScopeSource").EXIR_DEBUG_HANDLE
-        if not set(op.scopes.get(source) or ()).intersection(handles):
-            guard(op, block)
-
-    return guard_indices
+def _guard_others(handles: frozenset[int], guard: Callable[..., None]) -> Callable[..., None]:
+    source = pkgutil.resolve_name(f"{_MIL}.scope:ScopeSource").EXIR_DEBUG_HANDLE
+    return lambda op, block: (
+        None if handles & set(op.scopes.get(source) or ()) else guard(op, block)
+    )
 
 
 GUARD_INDICES = _patch(
@@ -372,8 +342,8 @@ def _before_names(
 BEFORE_NAMES = _patch(
     "coremltools.converters.mil.backend.mil.passes.sanitize_name_strings:sanitize_name_strings.apply",
     _before_names,
-    "Rewrites for a device come after all passes that would undo them, and before names are made"
-    " distinct. The state is a function of the program.",
+    "Rewrites for a device come after the passes that would undo them. The state is a function of"
+    " the program.",
 )
 
 
@@ -454,9 +424,8 @@ _RECORD_COMPRESSED = _patch(
 _TRACE_IF_ANY = _patch(
     f"{_MIL}:Block._propagate_nonreplaceable_vars",
     _trace_if_any,
-    "The users of compressed constants are searched whenever a block is left, about 110 times, and"
-    " 430 for a graph with a few loops: 18 % of the time to convert a transformer of 4 layers, 11 %"
-    " for MobileNetV2, a third to a half of the passes' time with loops.",
+    "The users of compressed constants are searched whenever a block is left, about 110 times: 18 %"
+    " of the time to convert a transformer of 4 layers, a third to a half with loops.",
 )
 
 
@@ -464,7 +433,7 @@ def faster() -> tuple[Patch, ...]:
     """Return patches that save time or memory and leave the written bytes unchanged."""
     compressed: list[bool] = []
     tracing = (row.with_state(compressed) for row in (_RECORD_COMPRESSED, _TRACE_IF_ANY))
-    return (VALIDATE_ENDS, COMPARE_IN_CHUNKS, WRITE_HALVES_UNCOPIED, OVERFLOW_CHECK, *tracing)
+    return (VALIDATE_ENDS, COMPARE_IN_CHUNKS, WRITE_HALVES_UNCOPIED, *tracing)
 
 
 # State of the process
@@ -509,12 +478,8 @@ def own_names() -> tuple[Patch, ...]:
 
 
 SILENCE = tuple(
-    _patch(target, partial(partial, disable=True), "Progress bars have no option.")
-    for target in (
-        f"{_TORCH}.ops:_tqdm",
-        f"{_MIL}.passes.pass_pipeline:tqdm",
-        f"{_QUANTIZATION_PASSES}:tqdm",
-    )
+    _patch(f"{module}tqdm", partial(partial, disable=True), "Progress bars have no option.")
+    for module in (f"{_TORCH}.ops:_", f"{_MIL}.passes.pass_pipeline:", f"{_QUANTIZATION_PASSES}:")
 )
 """No progress bars."""
 

@@ -28,8 +28,8 @@ from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.lowering import build
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
+from coreml_delegate.lowering.fp16 import overflows
 from coreml_delegate.options.compile_options import CompileOptions
-from coreml_delegate.patches.coremltools import overflows
 
 
 def program() -> ExportedProgram:

@@ -22,12 +22,11 @@ from coreml_delegate.exported.module_scope import Scope, scopes_of
 from coreml_delegate.lowering.delegation_tags import remove_tags
 from coreml_delegate.lowering.store import CachedBlob, Outcome
 from coreml_delegate.opaque_ops.recorded_compression import warn_of_records
-from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.options.declaration import documented, options_of, takes
 from coreml_delegate.partition.branches import add_branch, branches_of
 from coreml_delegate.partition.options import PartitionerOptions
-from coreml_delegate.partition.partitioning import Partitioning, transform
+from coreml_delegate.partition.partitioning import AtenNotes, Partitioning, transform
 from coreml_delegate.partition.precision import (
     calls_by_handle,
     fp32_constants_of,
@@ -37,7 +36,6 @@ from coreml_delegate.partition.precision import (
 )
 from coreml_delegate.partition.report import DelegationReport, NodeReport
 from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
-from coreml_delegate.partition.verdicts.filters import ExcludedCalls
 from coreml_delegate.patches.torch import OpOverload
 from coreml_delegate.runtime.precision import (
     LoweredProgram,
@@ -66,8 +64,7 @@ class _Notes:
     without an association. So facts that edge dialect lacks are noted in ATen dialect.
 
     Attributes:
-        wide: Integers beyond int32.
-        excluded: Composite calls that the user excludes.
+        aten: On calls.
         modules: The modules of all programs.
         has_seen_aten: Whether any program was shown in ATen dialect.
         preserved: The ops that ExecuTorch was asked not to decompose.
@@ -79,8 +76,7 @@ class _Notes:
             known only when all methods are lowered.
     """
 
-    wide: WideIntegers = field(default_factory=WideIntegers)
-    excluded: ExcludedCalls = field(default_factory=ExcludedCalls)
+    aten: AtenNotes = field(default_factory=AtenNotes)
     modules: set[Scope] = field(default_factory=set[Scope])
     has_seen_aten: bool = False
     preserved: set[OpOverload] = field(default_factory=set[OpOverload])
@@ -316,7 +312,7 @@ class CoreMLPartitioner(Partitioner):
         See the modules of ``transforms``. The example inputs, with which precision ``auto`` is
         measured, are noted here: a program in edge dialect lacks them.
         """
-        transformed = transform(exported_program, self._options)
+        transformed = transform(exported_program, self._options, self._notes.aten)
         if self._options.measures_precision:
             samples = samples_for(exported_program, self._options.precision_data)
             self._notes.samples.setdefault(interface_of(transformed), []).append(samples)
@@ -348,7 +344,7 @@ class CoreMLPartitioner(Partitioner):
         notes = self._notes
         if notes.answer is None or notes.answer[0]() is not ep:  # ExecuTorch asks twice
             notes.has_seen_aten = True
-            notes.wide.note(ep)
+            notes.aten.wide.note(ep)
             notes.note_modules(ep)
             preserved = self._partitioning(ep).ops_to_preserve()
             notes.answer = weakref.ref(ep), preserved
@@ -361,10 +357,7 @@ class CoreMLPartitioner(Partitioner):
         options = self._options
         is_measured = options.measures_precision
         options = options.in_fp16(in_fp32) if is_measured else options
-        notes = self._notes
-        return Partitioning(
-            program, options, notes.wide, notes.excluded, records_constants=is_measured
-        )
+        return Partitioning(program, options, self._notes.aten, records_constants=is_measured)
 
 
 @dataclass(frozen=True, slots=True)

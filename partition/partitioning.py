@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from coreml_delegate.opaque_ops.compressed_weights import require_target, unwrap
 from coreml_delegate.opaque_ops.control_flow import Lowered, protect_control_flow, with_constants
 from coreml_delegate.opaque_ops.recorded_compression import protect_recorded_weights
 from coreml_delegate.opaque_ops.recurrent_layers import protect_recurrent_layers
-from coreml_delegate.ops import Reason, record_of, required_opset
+from coreml_delegate.ops import Reason, required_opset
 from coreml_delegate.ops.boundary import is_row_major
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.ops.constants import NO_INPUTS, Inputs
@@ -38,8 +38,13 @@ from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, describe
 from coreml_delegate.partition.undelegated import decompose_calls
 from coreml_delegate.partition.verdicts.cpu_kernels import is_composite, register_kernels
-from coreml_delegate.partition.verdicts.filters import ExcludedCalls, do_not_delegate
-from coreml_delegate.partition.verdicts.operator_support import refused_calls, refused_one_by_one
+from coreml_delegate.partition.verdicts.filters import NotedCalls, do_not_delegate
+from coreml_delegate.partition.verdicts.half_calls import refused_half_calls
+from coreml_delegate.partition.verdicts.operator_support import (
+    is_preserved,
+    refused_calls,
+    refused_one_by_one,
+)
 from coreml_delegate.partition.verdicts.parts import refuse_results
 from coreml_delegate.patches import patched
 from coreml_delegate.patches.torch import SKIP_GUARD_CODE, OpOverload
@@ -83,46 +88,99 @@ _LOCK = threading.RLock()
 """Held while a program is partitioned: all partitioners share the caches of verdicts and blobs."""
 
 
-def transform(program: ExportedProgram, options: PartitionerOptions) -> ExportedProgram:
+@dataclass(frozen=True, slots=True)
+class AtenNotes:
+    """Facts on calls of programs in ATen dialect that edge dialect lacks.
+
+    Attributes:
+        wide: Integers beyond int32.
+        excluded: Composite calls that the user excludes.
+        in_half: Calls in half precision that the rules refuse.
+    """
+
+    wide: WideIntegers = field(default_factory=WideIntegers)
+    excluded: NotedCalls = field(default_factory=NotedCalls)
+    in_half: NotedCalls = field(default_factory=NotedCalls)
+
+
+def transform(
+    program: ExportedProgram, options: PartitionerOptions, notes: AtenNotes
+) -> ExportedProgram:
     """Return a program in fp32, with plain tensors and containers, without assertions.
+
+    Calls that stay on the CPU keep half precision, if the kernels there take it.
 
     Args:
         program: In ATen dialect, before decomposition; it is not changed.
         options: The partitioner's.
+        notes: The calls that keep half precision by the rules are noted here.
     """
     for rewrite in _INTERFACE_TRANSFORMS:
         program = rewrite(program)
     if options.moves_calls:
         program = shape_for_neural_engine(program, do_not_delegate)
-    return _transform(program, options)
+    return _transform(program, options, notes)
 
 
 def _transform(
     program: ExportedProgram,
     options: PartitionerOptions,
+    notes: AtenNotes,
     inputs: Inputs = NO_INPUTS,
 ) -> ExportedProgram:
     target, constants_inside = options.compiling.deployment_target, options.take_over_constant_data
+    veto = options.filters.refusal
     fold = partial(
         fold_constants, refused=partial(refused_one_by_one, target=target), inputs=inputs
     )
     program = express_equal_bags(compute_sizes(program, inputs), inputs)
     folded = fold(program)
-    program = protect_control_flow(
-        folded, partial(_lower_branch, options), options.filters.refusal, inputs
-    )
+    program = protect_control_flow(folded, partial(_lower_branch, options), veto, inputs)
     for rewrite in _TRANSFORMS:
         program = rewrite(program)
-    program = promote_half_to_fp32(
-        program, options.filters.refusal, constants_inside=constants_inside
+
+    def finish(program: ExportedProgram) -> ExportedProgram:
+        """Return a program after promotion, with placeholder ops for what Core ML takes."""
+        if program is not folded:
+            program = fold(program)
+        program = protect_recorded_weights(
+            program, target, veto=veto, constants_inside=constants_inside
+        )
+        return restore_refused(program, target, veto=veto, constants_inside=constants_inside)
+
+    promoted = promote_half_to_fp32(program, veto, constants_inside=constants_inside)
+    finished = finish(promoted)
+    if promoted is program:
+        return finished
+    refused = refused_half_calls(
+        program, promoted, finished, partial(_refused_by_rules, options=options)
     )
-    if program is not folded:
-        program = fold(program)
-    program = protect_recorded_weights(
-        program, target, veto=options.filters.refusal, constants_inside=constants_inside
+    if not refused:
+        return finished
+    partly_promoted = promote_half_to_fp32(
+        program,
+        lambda node: veto(node) or refused.get(node.name),
+        constants_inside=constants_inside,
     )
-    return restore_refused(
-        program, target, veto=options.filters.refusal, constants_inside=constants_inside
+    for node in partly_promoted.graph.nodes:
+        if node.name in refused:
+            notes.in_half.note(node, refused[node.name])
+    return finish(partly_promoted)
+
+
+def _refused_by_rules(program: ExportedProgram, options: PartitionerOptions) -> dict[Node, Reason]:
+    """Return the calls that the rules or the user refuse, with the reasons."""
+    wide = WideIntegers()
+    wide.note(program)
+    return refused_calls(
+        program,
+        options.compiling.deployment_target,
+        filters=options.filters,
+        wide=wide,
+        values={},
+        constants_inside=options.take_over_constant_data,
+        enumerated=options.compiling.enumerated_shapes,
+        moves_calls=options.moves_calls,
     )
 
 
@@ -130,11 +188,11 @@ def _lower_branch(
     options: PartitionerOptions, branch: ExportedProgram, constants: Inputs
 ) -> Lowered:
     """Lower a branch of control flow as ExecuTorch does; see ``LowerBranch``."""
-    branch = _transform(branch, options, constants).run_decompositions({})
-    wide, excluded = WideIntegers(), ExcludedCalls()
+    notes = AtenNotes()
+    branch = _transform(branch, options, notes, constants).run_decompositions({})
 
     def judged(program: ExportedProgram) -> Partitioning:
-        return Partitioning(with_constants(program, constants), options, wide, excluded)
+        return Partitioning(with_constants(program, constants), options, notes)
 
     table = default_decompositions()
     refused = judged(branch).excluded_calls()
@@ -162,8 +220,7 @@ class Partitioning:
     Args:
         program: In ATen dialect to ask for ops to preserve, in edge dialect to partition.
         options: The partitioner's.
-        wide: Integers beyond int32, noted from the program in ATen dialect.
-        excluded: Composite calls that the user excludes, noted from the program in ATen dialect.
+        notes: On the program in ATen dialect.
         records_constants: See ``ConversionProof``.
 
     Attributes:
@@ -174,17 +231,15 @@ class Partitioning:
         self,
         program: ExportedProgram,
         options: PartitionerOptions,
-        wide: WideIntegers,
-        excluded: ExcludedCalls,
+        notes: AtenNotes,
         *,
         records_constants: bool = False,
     ) -> None:
         self._program = program
         self._options = options
         self._target = options.compiling.deployment_target
-        self._wide = wide
-        self._excluded = excluded
-        self._filters = options.filters.with_filter(excluded)
+        self._notes = notes
+        self._filters = options.filters.with_filter(notes.excluded)
         self._proof = ConversionProof(
             program,
             constants_inside=options.take_over_constant_data,
@@ -204,14 +259,14 @@ class Partitioning:
         These are the ops that Core ML has as one op and takes at every call, and the ops of calls
         that the user excludes. Refused calls of the latter are decomposed in the program.
         """
-        refused = self.refusals(_is_preserved)
+        refused = self.refusals(is_preserved)
         excluded = self.excluded_calls()
         for call, reason in excluded.items():
-            self._excluded.note(call, reason)
+            self._notes.excluded.note(call, reason)
         unfit = [
             node
             for node in self._program.graph.nodes
-            if (node in refused or not _is_preserved(node)) and node not in excluded
+            if (node in refused or not is_preserved(node)) and node not in excluded
         ]
         ops: set[Any] = {n.target for n in self._program.graph.nodes if n.op == "call_function"}
         with_excluded_calls: set[Any] = {
@@ -280,8 +335,8 @@ class Partitioning:
         refused = refused_calls(
             self._program,
             self._target,
-            filters=self._filters,
-            wide=self._wide,
+            filters=self._filters.with_filter(self._notes.in_half),
+            wide=self._notes.wide,
             values=self._proof.values,
             constants_inside=self._options.take_over_constant_data,
             enumerated=self._options.compiling.enumerated_shapes,
@@ -329,8 +384,3 @@ class Partitioning:
             nodes = tuple(sorted(call.name for call in calls if keep_fp32(call)))
             options = replace(options, keep_fp32=replace(options.keep_fp32, nodes=nodes))
         return options
-
-
-def _is_preserved(node: Node) -> bool:
-    record = record_of(target_name(node.target)) if node.op == "call_function" else None
-    return record is not None and record.preserve

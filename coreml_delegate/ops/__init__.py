@@ -126,9 +126,11 @@ def _refuse_with_parts(
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        reason = reason_of(node)
-        if reason is None and target_name(node.target) == GETITEM and node.args[0] in reasons:
-            reason = part_of(node.args[0], reasons[node.args[0]])
+        source = node.args[0] if target_name(node.target) == GETITEM else None
+        if isinstance(source, Node) and source in reasons:
+            reason = part_of(source, reasons[source])
+        else:
+            reason = reason_of(node)
         if reason is not None:
             reasons[node] = reason
     return reasons

@@ -33,6 +33,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "detect_fake_mode",
+    "drop_pending_sizes",
     "is_traceable_wrapper_subclass",
     "name_container",
     "pytree",
@@ -72,6 +73,18 @@ def schema_of(operator: Any) -> Any:
     No public function returns it.
     """
     return getattr(operator, "_schema", None)
+
+
+def drop_pending_sizes(mode: Any) -> None:
+    """Forget the sizes that depend on values, of earlier traces, which no graph has taken.
+
+    Torch would look for them in the graph that is traced next, and fail.
+
+    Args:
+        mode: The ``FakeTensorMode`` of a program.
+    """
+    if mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()
 
 
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:

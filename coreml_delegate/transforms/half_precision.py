@@ -28,7 +28,12 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from coreml_delegate.ops.call import CASTS, GETITEM, target_name, tensors_of
 from coreml_delegate.ops.constants import state_value
 from coreml_delegate.ops.edits import all_nodes
-from coreml_delegate.patches.torch import OpOverload, detect_fake_mode, schema_of
+from coreml_delegate.patches.torch import (
+    OpOverload,
+    detect_fake_mode,
+    drop_pending_sizes,
+    schema_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +215,7 @@ class _Promoter:
     def _cast(self, node: Node, owner: Node, dtype: torch.dtype | None) -> Node:
         """Return a new cast of ``node``, with the metadata of ``owner``."""
         cast = self._root.graph.call_function(_CAST, (node,), {"dtype": dtype})
-        cast.meta = {k: v for k, v in owner.meta.items() if k != "val"}
+        cast.meta = {k: v for k, v in owner.meta.items() if k not in _META_OF_VALUE}
         return cast
 
     def _propagate(self) -> None:
@@ -221,6 +226,7 @@ class _Promoter:
         ]
         for node in self._root.graph.nodes:
             node.meta.pop("tensor_meta", None)
+        drop_pending_sizes(self._mode)
         FakeTensorProp(self._root, self._mode).propagate_dont_convert_inputs(*values)
 
     def _cast_outputs(self, dtypes: list[torch.dtype | None]) -> None:
@@ -238,8 +244,8 @@ class _Promoter:
             if original in NARROW and _dtype(node) != dtype:
                 with graph.inserting_before(output):
                     cast = graph.call_function(_CAST, (node,), {"dtype": dtype})
-                cast.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
-                cast.meta.pop("tensor_meta", None)
+                cast.meta = {k: v for k, v in node.meta.items() if k not in _META_OF_VALUE}
+                cast.meta["val"] = node.meta["val"].to(dtype)
                 spec.arg = TensorArgument(cast.name)
                 results.append(cast)
             else:
@@ -248,6 +254,7 @@ class _Promoter:
         output.meta["val"] = tuple(n.meta["val"] if isinstance(n, Node) else n for n in results)
 
 
+_META_OF_VALUE = frozenset({"val", "tensor_meta", "unbacked_bindings"})
 _VISIBLE = frozenset({OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION})
 
 

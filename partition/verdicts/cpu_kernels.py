@@ -25,7 +25,13 @@ from torch.fx import GraphModule, Node
 from torchgen.model import SchemaKind
 
 from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode
-from coreml_delegate.ops.call import RECORDED_WEIGHT, called_target, overload_of, target_name
+from coreml_delegate.ops.call import (
+    GETITEM,
+    RECORDED_WEIGHT,
+    called_target,
+    overload_of,
+    target_name,
+)
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.patches.torch import HigherOrderOperator, OpOverload, schema_of
 
@@ -45,6 +51,19 @@ _ERASED = frozenset(
         "aten._assert_async.msg",
         "aten._assert_scalar.default",
         "aten._assert_tensor_metadata.default",
+    }
+)
+
+# Ops of which a kernel, of ExecuTorch or of torch, which the Python host runs, takes no fp16 and no
+# bfloat16, or computes in it what torch computes in fp32 (positions in an image).
+_WITHOUT_HALF = frozenset(
+    {
+        "aten._cdist_forward.default",
+        "aten._fft_c2r.default",
+        "aten._fft_r2c.default",
+        "aten._pdist_forward.default",
+        "aten._upsample_bilinear2d_aa.default",
+        "aten.grid_sampler_2d.default",
     }
 )
 
@@ -89,6 +108,18 @@ def runs_on_cpu(node: Node) -> bool:
     """Return whether ExecuTorch's runtime has a kernel for a call, or for its decomposition."""
     overload = overload_of(node.target) if node.op == "call_function" else None
     return isinstance(overload, OpOverload) and (has_kernel(overload) or is_composite(overload))
+
+
+def takes_half(call: Node) -> bool:
+    """Return whether ExecuTorch's runtime computes a call in fp16 and in bfloat16.
+
+    Args:
+        call: In edge dialect, in any dtype.
+    """
+    overload, name = overload_of(call.target), target_name(call.target)
+    if not isinstance(overload, OpOverload):
+        return name == GETITEM
+    return name in _ERASED or (name not in _WITHOUT_HALF and has_kernel(overload))
 
 
 def cpu_obstacles(undelegated: Iterable[Node]) -> dict[Node, Reason]:

@@ -86,7 +86,7 @@ class SkippedOps:
 
     def refusal(self, node: Node, /) -> Reason | None:
         """See ``NodeFilter``."""
-        names = (target_name(node.target), *(str(source.target) for source in _sources(node)))
+        names = (target_name(node.target), *(str(source.target) for source in sources_of(node)))
         name = next((name for name in names if _spellings(name.lower()) & self.names), None)
         return None if name is None else _exclusion(f"{name} is in {self.option}", _REMOVE)
 
@@ -161,11 +161,10 @@ class Predicate:
         return _exclusion(f"{self.option} is false for it", "Change the predicate")
 
 
-class ExcludedCalls:
-    """Refuses the decompositions of composite calls that the user excludes in ATen dialect.
+class NotedCalls:
+    """Refuses calls that were noted in ATen dialect, and their decompositions.
 
-    Another partitioner may have such a call decomposed. Torch records the original call of each
-    part.
+    Torch records the original call of each part.
     """
 
     def __init__(self) -> None:
@@ -174,18 +173,18 @@ class ExcludedCalls:
         self._graphs: dict[int, Graph] = {}
 
     def note(self, call: Node, reason: Reason) -> None:
-        """Note a call in ATen dialect, and why it is excluded."""
+        """Note a call in ATen dialect, and why it stays on the CPU."""
         self._reasons[call.name, id(call.graph)] = reason
         self._graphs[id(call.graph)] = call.graph
 
     def refusal(self, node: Node) -> Reason | None:
         """See ``NodeFilter``."""
-        sources = _sources(node) if self._reasons else ()
+        sources = sources_of(node) if self._reasons else ()
         keys = ((source.name, source.graph_id) for source in sources)
         return next((self._reasons[key] for key in keys if key in self._reasons), None)
 
 
-def _sources(node: Node) -> Iterator[NodeSource]:
+def sources_of(node: Node) -> Iterator[NodeSource]:
     """Yield the nodes of earlier graphs that a node was derived from, latest first."""
     pending: list[NodeSource] = list(node.meta.get("from_node") or ())
     while pending:
@@ -242,7 +241,7 @@ class Filters:
             filters.append(Predicate(node_filter, "node_filter"))
         return cls(tuple(filters))
 
-    def with_filter(self, node_filter: ExcludedCalls) -> Filters:
+    def with_filter(self, node_filter: NotedCalls) -> Filters:
         """Return these filters with a further filter."""
         return Filters((*self.filters, node_filter))
 

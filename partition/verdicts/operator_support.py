@@ -71,6 +71,12 @@ def _with_note(node: Node, reason: Reason) -> Reason:
     return reason if note is None else replace(reason, text=f"{reason.text}; {note}")
 
 
+def is_preserved(node: Node) -> bool:
+    """Return whether a node is a call of an op that is preserved for Core ML."""
+    record = record_of(target_name(node.target)) if node.op == "call_function" else None
+    return record is not None and record.preserve
+
+
 def refused_one_by_one(
     calls: Sequence[Node], program: ExportedProgram, target: Opset | None
 ) -> set[Node]:
@@ -102,8 +108,7 @@ def _judge_one_by_one(
     table = default_decompositions()
     refused = _obstacles_on_constants(subprogram, target)
     for node in subprogram.graph.nodes:
-        record = record_of(target_name(node.target)) if node.op == "call_function" else None
-        if record is not None and record.preserve and node not in refused:
+        if is_preserved(node) and node not in refused:
             table.pop(node.target, None)
     subprogram = subprogram.run_decompositions(table)
     refused_nodes = _obstacles_on_constants(subprogram, target)

@@ -77,8 +77,14 @@ def test_samples_stand_in_the_module_of_the_same_family() -> None:
 
 
 _NAMED_ELSEWHERE = {
-    # They have no result, and vanish before the program runs.
+    # Some have no result, and vanish before the program runs; others have no kernels for fp16.
     "partition/verdicts/cpu_kernels.py": {
+        "aten._cdist_forward.default",
+        "aten._fft_c2r.default",
+        "aten._fft_r2c.default",
+        "aten._pdist_forward.default",
+        "aten._upsample_bilinear2d_aa.default",
+        "aten.grid_sampler_2d.default",
         "aten._assert_async.msg",
         "aten._assert_scalar.default",
         "aten._assert_tensor_metadata.default",

@@ -14,6 +14,8 @@ ATOL_RTOL: dict[str, tuple[float, float]] = {
     "fp32": (1e-5, 1e-4),
     # fp16 has an 11-bit significand (ulp 2**-11 relative): two or three roundings.
     "fp16": (2e-3, 2e-3),
+    # bf16 has an 8-bit significand (ulp 2**-8 relative): two or three roundings.
+    "bf16": (1.6e-2, 1.6e-2),
     # Integers and booleans have one right answer.
     "int32": (0.0, 0.0),
     "bool": (0.0, 0.0),

@@ -155,6 +155,21 @@ def test_calls_that_are_left_out_stay_in_half_precision() -> None:
             torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
 
 
+def test_sizes_that_depend_on_values_are_those_of_one_call() -> None:
+    class Selected(nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return torch.masked_select(x * 2 + 1, mask)
+
+    x = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float16)
+    mask = torch.tensor([True, False, True])
+    exported = torch.export.export(Selected(), (x, mask))
+    for is_left_out in (lambda _: False, lambda node: "masked" in node.name):
+        program = promote_half_to_fp32(exported, is_left_out)
+        assert program is not exported
+        decomposed = program.run_decompositions({})
+        assert decomposed.module()(x, mask).tolist() == [3.0, 7.0]
+
+
 def test_a_program_that_looks_at_bits_stays_as_it_is() -> None:
     exported = torch.export.export(Bits(), (torch.ones(4, dtype=torch.float16),))
     assert promote_half_to_fp32(exported) is exported

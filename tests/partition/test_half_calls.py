@@ -1,0 +1,198 @@
+"""Calls of half-precision models that the rules refuse: weights and computation stay in half."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from executorch.exir import EdgeCompileConfig, to_edge
+from ops.op_samples import ACCEPTED
+from ops.op_samples.sample import Calls, Sample, TensorArg
+from support.lowering import Lowered, lower_unchecked
+from support.tolerances import ATOL_RTOL, SQNR_HALF, sqnr_db
+from torch import nn
+
+from coreml_delegate import CoreMLBackend, runtime
+from coreml_delegate.partition.verdicts.cpu_kernels import takes_half
+from coreml_delegate.runtime.program.plan import TensorSpec
+from coreml_delegate.targets import Opset
+
+HALVES = (torch.float16, torch.bfloat16)
+HOSTS = ("python", "stock")
+
+
+def _lower(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Lowered:
+    specs = CoreMLBackend.generate_compile_specs(minimum_deployment_target=Opset.iOS17)
+    return lower_unchecked(module, inputs, compile_specs=specs)
+
+
+def _constants(pte: bytes) -> dict[tuple[int, ...], torch.dtype]:
+    """Dtypes of the floats that a program stores outside of its delegates, by shape."""
+    specs = runtime.load_program(pte).program.method("forward").values
+    tensors = [spec for spec in specs if isinstance(spec, TensorSpec) and spec.is_constant]
+    return {tuple(t.shape): t.dtype for t in tensors if t.dtype.is_floating_point}
+
+
+def _assert_equal_fp32(
+    module: nn.Module, inputs: tuple[torch.Tensor, ...], pte: bytes, dtype: torch.dtype
+) -> None:
+    wide = [x.float() if x.dtype is dtype else x for x in inputs]
+    expected = copy.deepcopy(module).float()(*wide)
+    for host in HOSTS:
+        (actual,) = runtime.load_program(pte, host=host).run("forward", list(inputs))
+        assert actual.dtype is dtype
+        assert sqnr_db(expected.detach().numpy(), actual.float().numpy()) > SQNR_HALF[dtype]
+
+
+class Words(nn.Module):
+    """An embedding that the rules refuse, and a layer that Core ML takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(256, 32, sparse=True)
+        self.layer = nn.Linear(32, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.table(tokens)).tanh()
+
+
+class Pixels(nn.Module):
+    """Convolutions of an image in channels_last, which cannot enter Core ML, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3, bias=False)
+        self.layer = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.second(self.first(x).relu()).mean((2, 3)))
+
+
+class Deviations(nn.Module):
+    """A layer norm of which the statistics are used, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(16, 24), nn.LayerNorm(24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        arguments = ([24], self.norm.weight, self.norm.bias, 1e-5)
+        normal, mean, _ = torch.native_layer_norm(self.layer(x), *arguments)
+        return (normal - mean).tanh()
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+_MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], set[Any], str]] = {
+    "embedding": (Words, (torch.arange(6),), {(256, 32)}, "sparse=True"),
+    "convolutions": (
+        Pixels,
+        (_random(1, 3, 8, 8).to(memory_format=torch.channels_last),),
+        {(8, 3, 3, 3), (8,), (16, 8, 3, 3)},
+        "dim order",
+    ),
+    "layer norm": (Deviations, (_random(3, 16),), {(24,)}, "result 1 is used"),
+}
+
+
+@pytest.mark.share(2)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("model", _MODELS)
+def test_refused_calls_keep_their_weights_in_half(model: str, dtype: torch.dtype) -> None:
+    kind, inputs, shapes, text = _MODELS[model]
+    inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+    module = kind().to(dtype).eval()
+    lowered = _lower(module, inputs)
+    pte = lowered.pte
+    assert _constants(pte) == dict.fromkeys(shapes, dtype)
+    reasons = [str(n.reason) for n in lowered.report.undelegated if "copy" not in n.op]
+    assert reasons
+    assert [reason for reason in reasons if text not in reason] == []
+    _assert_equal_fp32(module, inputs, pte, dtype)
+    delegates = runtime.load_program(pte).delegates("forward")
+    assert delegates
+    if dtype is torch.float16:
+        features = [f for d in delegates for f in (*d.model.inputs, *d.model.outputs)]
+        assert {f.type.dtype.label for f in features} == {"fp16"}
+        assert lowered.operators.count("dim_order_ops._to_dim_order_copy.default") == 0
+
+
+def test_a_program_in_fp32_has_the_reasons_of_one_in_half() -> None:
+    half, wide = (_lower(Words().to(t), (torch.arange(6),)) for t in (torch.half, torch.float))
+    reasons = [[(n.op, n.reason) for n in x.report.undelegated] for x in (half, wide)]
+    assert reasons[0] == reasons[1]
+    saved = len(wide.pte) - len(half.pte)
+    assert saved > 256 * 32 * 2 * 0.9
+
+
+class Codes(nn.Module):
+    """Distances, for which no CPU kernel of torch takes fp16, and bags without a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.codes = nn.Parameter(torch.randn(8, 16))
+        self.layer = nn.Linear(16, 16)
+        self.bags = nn.EmbeddingBag(64, 12)
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        distances = torch.cdist(self.layer(x), self.codes, p=1.0)
+        return distances, self.bags(torch.arange(8), offsets)
+
+
+def test_calls_whose_kernels_take_no_half_are_promoted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.CRITICAL):
+        pte = _lower(Codes().half(), (_random(4, 16).half(), torch.tensor([0, 3]))).pte
+    assert _constants(pte)[64, 12] is torch.float32
+
+
+# Kernels
+
+SAMPLES = [
+    sample
+    for family, samples in ACCEPTED.items()
+    if family != "recurrent"  # they consist of the others
+    for sample in samples
+    if sample.compare and any(t.dtype is torch.float32 for t in sample.tensors())
+]
+
+_RUN_IN_NO_DTYPE = frozenset({"aten.conv3d.default", "aten.convolution.default-3d"})
+
+
+def _narrow(value: Any, dtype: torch.dtype) -> Any:
+    """Return an argument of a sample in half precision."""
+    if isinstance(value, list | tuple):
+        return type(value)(_narrow(item, dtype) for item in value)
+    if isinstance(value, TensorArg) and value.dtype is torch.float32:
+        return dataclasses.replace(value, dtype=dtype)
+    return dtype if value is torch.float32 else value
+
+
+@pytest.mark.share(80)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.id)
+def test_kernels_that_are_said_to_take_half_do(sample: Sample, dtype: torch.dtype) -> None:
+    kwargs = {name: _narrow(value, dtype) for name, value in sample.kwargs.items()}
+    half = dataclasses.replace(sample, args=_narrow(sample.args, dtype), kwargs=kwargs)
+    module = Calls([half])
+    inputs = module.inputs()
+    with torch.no_grad():
+        config = EdgeCompileConfig(_check_ir_validity=False)
+        edge = to_edge(torch.export.export(module, inputs), compile_config=config)
+    calls = [n for n in edge.exported_program().graph.nodes if n.op == "call_function"]
+    if sample.id in _RUN_IN_NO_DTYPE or not all(map(takes_half, calls)):
+        pytest.skip("a kernel is missing, or takes no half precision")
+    program = runtime.load_program(edge.to_executorch().buffer, host="stock")
+    atol, rtol = ATOL_RTOL["fp16" if dtype is torch.float16 else "bf16"]
+    for actual, expected in zip(program.run("forward", list(inputs)), module(*inputs), strict=True):
+        torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol, equal_nan=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ from coreml_delegate.ops.merging import leading
 from coreml_delegate.ops.mil_ops import scatter_reduce
 from coreml_delegate.ops.quantization import MOVE, Output, Pattern, Quantization
 from coreml_delegate.ops.record import OpRecord, Rewrite
+from coreml_delegate.targets import MOST_ROWS
 
 
 def _drop_trailing_none(indices: Sequence[Any]) -> list[Any]:
@@ -344,6 +345,27 @@ def _searchsorted(node: Node) -> None:
     cast_after(node)
 
 
+def _wide_lookup(
+    table: str, indices: str, *, axis: str | None = None
+) -> Callable[[OpCall], str | None]:
+    """Return the obstacle to a lookup in too many rows by computed indices.
+
+    Args:
+        table: Name of the argument that has the rows.
+        indices: Name of the argument with their indices.
+        axis: Name of the argument with the axis of the rows; None for the first.
+    """
+
+    def obstacle(call: OpCall) -> str | None:
+        sizes = value_of(call.arguments[table]).shape
+        rows = sizes[0 if axis is None else call.arguments[axis]]
+        is_wide = isinstance(rows, int) and rows > MOST_ROWS
+        is_computed = call.arguments[indices] not in call.constants
+        return f"a lookup in {rows:,} rows" if is_wide and is_computed else None
+
+    return obstacle
+
+
 _VALUES = FLOAT | INTEGER
 _MEAN, _MAXIMUM = 1, 2  # modes of embedding bags
 _EQUAL_BAGS = holds(
@@ -374,6 +396,7 @@ RECORDS = (
         dtypes={"self": ANY, "index": INTEGER},
         constraints=(rank_between("index", 1, 1),),
         rewrite=_via_int32(),
+        neural_engine_obstacle=_wide_lookup("self", "index", axis="dim"),
         quantization=MOVE,
     ),
     _op(
@@ -417,6 +440,7 @@ RECORDS = (
         "aten.embedding.default",
         dtypes={"weight": FLOAT, "indices": INTEGER},
         constraints=(argument_is("sparse", False),),
+        neural_engine_obstacle=_wide_lookup("weight", "indices"),
         natural_indices=True,
         quantization=Quantization((Pattern("embedding", weight="weight", output=Output.FLOAT),)),
     ),
@@ -437,7 +461,12 @@ RECORDS = (
         symbolic=frozenset({"start", "end"}),
     ),
     _op("aten.select_scatter.default", dtypes={"": _VALUES}),
-    _op("aten.topk.default", dtypes={"": _VALUES}, constraints=(argument_is("sorted", True),)),
+    _op(
+        "aten.topk.default",
+        dtypes={"": _VALUES},
+        constraints=(argument_is("sorted", True),),
+        neural_engine_obstacle=lambda _: "the choice of the largest values",
+    ),
     _op("aten.sort.default", dtypes={"": _VALUES}),
     _op(
         "aten.masked_scatter.default",

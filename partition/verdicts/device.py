@@ -7,37 +7,26 @@ ExecuTorch has no kernel stays in its model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Iterator, Set
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from coreml_delegate.ops import Reason, ReasonCode, flops_of
+from coreml_delegate.ops import Reason, ReasonCode, flops_of, record_of
 from coreml_delegate.ops.call import OpCall, target_name
 from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.partition.verdicts.cpu_kernels import runs_on_cpu
 from coreml_delegate.partition.verdicts.parts import is_part, refuse_results
-from coreml_delegate.targets import LARGEST_DIMENSION, MOST_ROWS
+from coreml_delegate.targets import LARGEST_DIMENSION
 
 _CHEAP = 16
 """FLOPs for each element of the result up to which a call is no work for the neural engine."""
 
 TRIFLE = 0.001
 """Share of all FLOPs up to which calls are not worth a transfer to the neural engine."""
-
-_TOPK = frozenset({"aten.topk.default"})
-_LOOKUPS: Mapping[str, tuple[str, str, int | None]] = MappingProxyType(
-    {
-        "aten.embedding.default": ("weight", "indices", 0),
-        "aten.index_select.default": ("self", "index", None),
-    }
-)
-"""The table and the indices of a lookup, by name, and the axis of the rows; None for argument
-``dim``."""
 
 
 def device_refusals(program: ExportedProgram, refused: Collection[Node]) -> dict[Node, Reason]:
@@ -80,20 +69,9 @@ def _may_leave(node: Node) -> bool:
     return node.op == "call_function" and not is_part(node) and runs_on_cpu(node)
 
 
-def _wide_lookup(node: Node, constants: Set[Node]) -> str | None:
-    names = _LOOKUPS.get(target_name(node.target))
-    if names is None:
-        return None
-    table, indices, axis = names
-    call = OpCall.of(node)
-    if call.arguments[indices] in constants:
-        return None
-    rows = call.arguments[table].meta["val"].shape[call.arguments["dim"] if axis is None else axis]
-    return f"a lookup in {rows:,} rows" if rows > MOST_ROWS else None
-
-
-def _largest_of_many(node: Node, _: Set[Node]) -> str | None:
-    return "the choice of the largest values" if target_name(node.target) in _TOPK else None
+def _by_record(node: Node, constants: Set[Node]) -> str | None:
+    record = record_of(target_name(node.target))
+    return None if record is None else record.neural_engine_obstacle(OpCall.of(node, constants))
 
 
 def _index_arithmetic(node: Node, _: Set[Node]) -> str | None:
@@ -113,8 +91,7 @@ def _unbacked(node: Node) -> frozenset[object]:
 
 
 _CHECKS: tuple[Callable[[Node, Set[Node]], str | None], ...] = (
-    _wide_lookup,
-    _largest_of_many,
+    _by_record,
     _index_arithmetic,
     _computed_size,
 )

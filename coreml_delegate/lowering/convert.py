@@ -105,7 +105,7 @@ def convert_program(
 
 
 def _natural_lookups(program: ExportedProgram) -> frozenset[int]:
-    """Return the debug handles of lookups by indices that are at least 0."""
+    """Return the debug handles of lookups whose indices PyTorch refuses if negative."""
     calls = (node for node in program.graph.nodes if node.op == "call_function")
     records = ((node, ops.record_of(target_name(node.target))) for node in calls)
     naturals = (node for node, record in records if record and record.natural_indices)

@@ -215,7 +215,7 @@ def _page(report: DelegationReport, program: Any) -> bytes:
 
 
 def _checked(report: DelegationReport, program: Any) -> tuple[list[Finding], list[ProcessorShare]]:
-    """Return what ``check`` says of the program."""
+    """Return the findings of ``check``, and the shares of the neural engine."""
     from coreml_delegate.device_check import check
     from coreml_delegate.device_check.processors import processor_shares
     from coreml_delegate.runtime.program.pte import PteProgram

@@ -25,6 +25,7 @@ from coreml_delegate.mil.compose.compressed import (
 from coreml_delegate.mil.passes.matching import (
     MOVES,
     constants,
+    is_output,
     made_by,
     number_in,
     replace,
@@ -84,6 +85,8 @@ def visible_rows_as_factor(op: Any) -> None:
     truths: Any = largest and made_by(largest.x, "cast")
     if not truths or number_in(comparison.y) != 0 or number_in(op.a) != 0:
         return
+    if truths.x.dtype.__name__ != "bool" or made_by(op.b, *_ATTENTIONS) is None:
+        return
     keywords: Any = {"before_op": largest}
     factor, above = largest.outputs[0], made_by(truths.x, "greater")
     if above is not None:
@@ -102,6 +105,7 @@ def visible_rows_as_factor(op: Any) -> None:
         replace(op, mb.mul(x=op.b, y=factor, name=_name(op), before_op=op))
 
 
+_ATTENTIONS = ("matmul", "scaled_dot_product_attention")
 _READS_MASK = frozenset({"add", "scaled_dot_product_attention"})
 
 
@@ -127,7 +131,7 @@ _MASK_OPS = MOVES | {"add", "cast", "maximum", "minimum", "mul", "real_div", "se
 
 
 def bound_masks(op: Any) -> None:
-    """Replace minus infinity in the constants that reach a softmax by ``HIDDEN``."""
+    """Replace minus infinity in the constants that reach only a softmax by ``HIDDEN``."""
     if op.op_type != "softmax":
         return
     pending, seen = [op], set[Any]()
@@ -138,9 +142,23 @@ def bound_masks(op: Any) -> None:
             if value.dtype.kind == "f" and np.isneginf(value).any():
                 finite = np.where(np.isneginf(value), HIDDEN, value).astype(value.dtype)
                 replace_operand(reader, var, mb.const(val=finite[()], before_op=reader))
-        sources = {made_by(var, *_MASK_OPS) for var in variables(reader)} - seen - {None}
-        seen |= sources
-        pending += sources
+        for source in (made_by(var, *_MASK_OPS) for var in variables(reader)):
+            if source is not None and source not in seen and _leads_only_to_softmax(source):
+                seen.add(source)
+                pending.append(source)
+
+
+def _leads_only_to_softmax(op: Any) -> bool:
+    """Return whether all that reads a result, through ops of masks, is a softmax."""
+    pending, seen = [op], {op}
+    while pending:
+        for var in pending.pop().outputs:
+            readers = {reader for reader in var.child_ops if reader.op_type != "softmax"}
+            if is_output(var) or any(reader.op_type not in _MASK_OPS for reader in readers):
+                return False
+            pending += readers - seen
+            seen |= readers
+    return True
 
 
 def separate_scores(op: Any) -> None:
@@ -208,6 +226,8 @@ def strides_to_channels(op: Any) -> None:
         return
     spatial = op.x.shape[2:]
     if not all(isinstance(size, int | np.integer) for size in (*op.x.shape[:2], *spatial)):
+        return
+    if op.x.shape[1] * math.prod(strides) > LARGEST_DIMENSION:
         return
     kernel = np.asarray(op.weight.val)
     lengths = [int(size) for size in op.outputs[0].shape[2:]]
@@ -362,6 +382,8 @@ MOST_COLOURS = 256
 _ELEMENTWISE = frozenset({"add", "mul", "sub", "real_div", "maximum", "minimum"})
 # coremltools stores a bias of zeros for a linear layer that has none.
 _BIASED = frozenset({"conv", "conv_transpose"})
+# Of other ops, Core ML may demand constants that are not decompressed.
+_TABLE_READERS = _ELEMENTWISE | _BIASED | {"gather", "linear", "matmul"}
 
 
 def numbers_for_equal_values(op: Any) -> None:
@@ -389,7 +411,7 @@ def numbers_for_equal_values(op: Any) -> None:
 
 def tables_of_few_values(op: Any) -> None:
     """Store a constant of few values as indices into a table of them, without loss."""
-    if op.op_type.startswith("constexpr_") or not is_converted_to(Opset.iOS16):
+    if op.op_type not in _TABLE_READERS or not is_converted_to(Opset.iOS16):
         return
     for var in _large_constants(op):
         values = np.asarray(var.val)

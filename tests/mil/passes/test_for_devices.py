@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from support.engine_runs import assert_close
 from support.mil import build, builder_program, features, main, serialized
 from support.tolerances import SQNR_FP32, sqnr_db
 
@@ -67,6 +68,13 @@ def scores(x):
     return mb.matmul(x=x, y=x, transpose_y=True)
 
 
+def twice(x, mask):
+    for _ in range(2):
+        weights = mb.softmax(x=mb.add(x=scores(x), y=mask), axis=-1)
+        x = mb.matmul(x=weights, y=x)
+    return x
+
+
 def convolution(weight: np.ndarray, **options):
     return lambda x: mb.conv(x=x, weight=weight, **options)
 
@@ -109,6 +117,13 @@ CASES = {
     "attention with truths": Case("unsupported-type", zeroed, {**QUERY, "mask": ROWS}),
     "infinite mask": Case(
         "infinite-mask", lambda x: mb.softmax(x=mb.add(x=scores(x), y=HIDDEN), axis=-1), QUERY
+    ),
+    "infinity in two layers": Case(
+        "infinite-mask",
+        lambda x: twice(
+            x, mb.select(cond=np.isinf(HIDDEN), a=np.float32(-math.inf), b=mb.reduce_max(x=x))
+        ),
+        QUERY,
     ),
     "infinity by selection": Case(
         "infinite-mask",
@@ -173,8 +188,7 @@ def findings(program: Program) -> set[str]:
 def run(program: Program, inputs: dict[str, np.ndarray]) -> np.ndarray:
     function = main(program)
     compiled = ReferenceEngine().compile(function, EngineOptions())
-    (result,) = compiled(features(function, inputs)).values()
-    return np.asarray(result)
+    return np.asarray(compiled(features(function, inputs))[function.block.outputs[-1]])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -185,6 +199,42 @@ def test_the_finding_is_gone_and_the_numbers_are_the_same(name: str) -> None:
     assert case.rule not in findings(after)
     expected = run(before, case.inputs)
     assert sqnr_db(expected, run(after, case.inputs)) > SQNR_FP32
+
+
+def masked(x):
+    scores_of_visible = mb.add(x=scores(x), y=HIDDEN)
+    return mb.softmax(x=scores_of_visible, axis=-1), scores_of_visible
+
+
+def counted(x, mask):
+    """A selection by counts, which are no truths."""
+    count = mb.reduce_max(x=mb.cast(x=mask, dtype="fp32"), axes=[-1], keep_dims=True)
+    return mb.select(cond=mb.less_equal(x=count, y=0.0), a=0.0, b=attention(x))
+
+
+KEPT = {
+    "minus infinity that is returned": Case("infinite-mask", masked, QUERY),
+    "a selection by counts": Case(
+        "unsupported-type", counted, {**QUERY, "mask": 3 * ROWS.astype(np.int32)}
+    ),
+    "too many channels": Case(
+        "conv-stride",
+        convolution(numbers(1, 700, 5, 5), strides=[5, 5], pad_type="valid"),
+        {"x": numbers(1, 700, 5, 5)},
+    ),
+    "overlapping windows": Case(
+        "pool-stride", pooling("max_pool", kernel_sizes=[9, 9], strides=[8, 8]), SQUARE
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_numbers_that_would_change_stay(name: str) -> None:
+    case = KEPT[name]
+    after = shaped(case)
+    assert case.rule in findings(after)
+    expected = run(build(case.function, case.inputs, case.opset), case.inputs)
+    assert_close(run(after, case.inputs), expected)  # infinities included
 
 
 def test_every_rewrite_of_mil_is_named_by_a_rule() -> None:

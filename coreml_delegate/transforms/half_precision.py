@@ -24,6 +24,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.fx.traceback import NodeSource
 
 from coreml_delegate.ops.call import CASTS, GETITEM, target_name, tensors_of
 from coreml_delegate.ops.constants import state_value
@@ -92,6 +93,8 @@ class _Promoter:
         # The copy renames nodes with names of Python builtins (``input``); the signature does not.
         for original, copied in zip(program.graph.nodes, self._root.graph.nodes, strict=True):
             copied.name = original.name
+            # As torch does while it decomposes: a call is known by the nodes that it was made of.
+            copied.meta["from_node"] = [NodeSource(original, "promote_half_to_fp32")]
         self._signature = copy.deepcopy(program.graph_signature)
         self._constants = dict(program.constants)
         self._kept: dict[Node, None] = {}

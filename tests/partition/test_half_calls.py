@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from executorch.exir import EdgeCompileConfig, to_edge
+from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
 from ops.op_samples import ACCEPTED
 from ops.op_samples.sample import Calls, Sample, TensorArg
-from support.lowering import Lowered, lower_unchecked
+from support.lowering import Lowered, lower_unchecked, reasons
 from support.tolerances import ATOL_RTOL, SQNR_HALF, sqnr_db
 from torch import nn
 
-from coreml_delegate import CoreMLBackend, runtime
+from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.partition.verdicts.cpu_kernels import takes_half
 from coreml_delegate.runtime.program.plan import TensorSpec
 from coreml_delegate.targets import Opset
@@ -115,9 +115,9 @@ def test_refused_calls_keep_their_weights_in_half(model: str, dtype: torch.dtype
     lowered = _lower(module, inputs)
     pte = lowered.pte
     assert _constants(pte) == dict.fromkeys(shapes, dtype)
-    reasons = [str(n.reason) for n in lowered.report.undelegated if "copy" not in n.op]
-    assert reasons
-    assert [reason for reason in reasons if text not in reason] == []
+    texts = [str(n.reason) for n in lowered.report.undelegated if "copy" not in n.op]
+    assert texts
+    assert [other for other in texts if text not in other] == []
     _assert_equal_fp32(module, inputs, pte, dtype)
     delegates = runtime.load_program(pte).delegates("forward")
     assert delegates
@@ -129,10 +129,18 @@ def test_refused_calls_keep_their_weights_in_half(model: str, dtype: torch.dtype
 
 def test_a_program_in_fp32_has_the_reasons_of_one_in_half() -> None:
     half, wide = (_lower(Words().to(t), (torch.arange(6),)) for t in (torch.half, torch.float))
-    reasons = [[(n.op, n.reason) for n in x.report.undelegated] for x in (half, wide)]
-    assert reasons[0] == reasons[1]
+    assert reasons(half.report) == reasons(wide.report)
     saved = len(wide.pte) - len(half.pte)
     assert saved > 256 * 32 * 2 * 0.9
+
+
+def test_both_of_two_partitioners_know_the_reason() -> None:
+    partitioners = [CoreMLPartitioner(), CoreMLPartitioner()]
+    to_edge_transform_and_lower(
+        torch.export.export(Words().half(), (torch.arange(6),)), partitioner=partitioners
+    )
+    for partitioner in partitioners:
+        assert "sparse=True" in reasons(partitioner.report)["aten.embedding.default"]
 
 
 class Codes(nn.Module):

@@ -29,6 +29,7 @@ from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
 from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.partition.grouping.decision import decide
+from coreml_delegate.partition.grouping.moved_calls import moved_calls
 from coreml_delegate.partition.grouping.mutable_buffers import (
     check_state_target,
     keep_initial_values,
@@ -172,7 +173,7 @@ def _refused_by_rules(program: ExportedProgram, options: PartitionerOptions) -> 
     """Return the calls that the rules or the user refuse, with the reasons."""
     wide = WideIntegers()
     wide.note(program)
-    return refused_calls(
+    refused = refused_calls(
         program,
         options.compiling.deployment_target,
         filters=options.filters,
@@ -180,8 +181,8 @@ def _refused_by_rules(program: ExportedProgram, options: PartitionerOptions) -> 
         values={},
         constants_inside=options.take_over_constant_data,
         enumerated=options.compiling.enumerated_shapes,
-        moves_calls=options.moves_calls,
     )
+    return refused | (moved_calls(program, refused) if options.moves_calls else {})
 
 
 def _lower_branch(
@@ -340,8 +341,9 @@ class Partitioning:
             values=self._proof.values,
             constants_inside=self._options.take_over_constant_data,
             enumerated=self._options.compiling.enumerated_shapes,
-            moves_calls=self._options.moves_calls,
         )
+        if self._options.moves_calls:
+            refused |= moved_calls(self._program, refused)
         accepted = [
             node
             for node in self._program.graph.nodes

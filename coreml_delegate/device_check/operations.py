@@ -32,7 +32,7 @@ from coreml_delegate.mil.passes.for_devices import (
     strides_to_channels,
 )
 from coreml_delegate.options.compile_options import ComputeUnit
-from coreml_delegate.partition.verdicts.device import device_refusals
+from coreml_delegate.partition.grouping.moved_calls import moved_calls
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Binding, Constant, Op, Ref
 from coreml_delegate.targets import MOST_ROWS, Device
@@ -183,7 +183,7 @@ RULES = (
         "ExecuTorch's CPU kernel (export --skip-op topk)",
         sources=(sources.TOPK_PLAN, sources.TOPK_TIME),
         examine=each_value(_topk),
-        rewrite=Rewrite((Device.NEURAL_ENGINE,), (device_refusals,)),
+        rewrite=Rewrite((Device.NEURAL_ENGINE,), (moved_calls,), "if it splits no partition"),
     ),
     Rule(
         name="recurrent",
@@ -228,9 +228,7 @@ RULES = (
         remedy="Leave the embedding to the CPU (export --skip-op embedding)",
         sources=(sources.EMBEDDING,),
         examine=each_value(_wide_gathers),
-        rewrite=Rewrite(
-            (Device.NEURAL_ENGINE,), (device_refusals,), "for embeddings and index_select"
-        ),
+        rewrite=Rewrite((Device.NEURAL_ENGINE,), (moved_calls,), "for embeddings and index_select"),
     ),
     Rule(
         name="infinite-mask",

@@ -20,7 +20,7 @@ from coreml_delegate.device_check.records import (
 from coreml_delegate.formats.text import decibels
 from coreml_delegate.mil.passes.for_devices import visible_rows_as_factor
 from coreml_delegate.options.compile_options import ComputeUnit
-from coreml_delegate.partition.verdicts.device import device_refusals
+from coreml_delegate.partition.grouping.moved_calls import moved_calls
 from coreml_delegate.runtime.diagnosis import Fault, ValueReport
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, Ref
@@ -292,8 +292,8 @@ RULES = (
         examine=each_function(_other_types),
         rewrite=Rewrite(
             (Device.NEURAL_ENGINE,),
-            (device_refusals, visible_rows_as_factor),
-            "if ExecuTorch has a kernel",
+            (moved_calls, visible_rows_as_factor),
+            "if ExecuTorch has a kernel and it splits no partition",
         ),
     ),
     Rule(

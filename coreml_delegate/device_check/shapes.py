@@ -18,8 +18,8 @@ from coreml_delegate.device_check.records import (
 )
 from coreml_delegate.lowering.states import make_states
 from coreml_delegate.mil.passes.for_devices import flattened_as_convolution
+from coreml_delegate.partition.grouping.moved_calls import moved_calls
 from coreml_delegate.partition.grouping.mutable_buffers import obstacle_to_all_states
-from coreml_delegate.partition.verdicts.device import device_refusals
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, TensorType
 from coreml_delegate.targets import (
@@ -186,7 +186,11 @@ RULES = (
         "CPU (skip_ops_for_coreml_delegation)",
         sources=(sources.AUTHORING_RULES,),
         examine=each_value(_computed_shapes),
-        rewrite=Rewrite((Device.NEURAL_ENGINE,), (device_refusals,), "if ExecuTorch has a kernel"),
+        rewrite=Rewrite(
+            (Device.NEURAL_ENGINE,),
+            (moved_calls,),
+            "if ExecuTorch has a kernel and it splits no partition",
+        ),
     ),
     Rule(
         name="enumerated-layer-norm",

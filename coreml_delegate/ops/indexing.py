@@ -396,7 +396,7 @@ RECORDS = (
         dtypes={"self": ANY, "index": INTEGER},
         constraints=(rank_between("index", 1, 1),),
         rewrite=_via_int32(),
-        neural_engine_obstacle=_wide_lookup("self", "index", axis="dim"),
+        fails_on_neural_engine=_wide_lookup("self", "index", axis="dim"),
         quantization=MOVE,
     ),
     _op(
@@ -440,7 +440,7 @@ RECORDS = (
         "aten.embedding.default",
         dtypes={"weight": FLOAT, "indices": INTEGER},
         constraints=(argument_is("sparse", False),),
-        neural_engine_obstacle=_wide_lookup("weight", "indices"),
+        fails_on_neural_engine=_wide_lookup("weight", "indices"),
         natural_indices=True,
         quantization=Quantization((Pattern("embedding", weight="weight", output=Output.FLOAT),)),
     ),
@@ -465,7 +465,7 @@ RECORDS = (
         "aten.topk.default",
         dtypes={"": _VALUES},
         constraints=(argument_is("sorted", True),),
-        neural_engine_obstacle=lambda _: "the choice of the largest values",
+        leaves_neural_engine="the choice of the largest values",
     ),
     _op("aten.sort.default", dtypes={"": _VALUES}),
     _op(

@@ -16,14 +16,12 @@ from coreml_delegate.ops import Reason, ReasonCode, flops_of
 from coreml_delegate.ops.boundary import shared_across_partitions
 from coreml_delegate.ops.call import DECOMPRESS, target_name
 from coreml_delegate.ops.constants import stored_nodes
-from coreml_delegate.ops.flops import bytes_of
 from coreml_delegate.options.compile_options import CompileOptions, Precision
+from coreml_delegate.partition.grouping.moved_calls import trifles
 from coreml_delegate.partition.grouping.mutable_buffers import obstacle_to_all_states, tag_states
 from coreml_delegate.partition.grouping.stages import Group, cut, group_calls
 from coreml_delegate.partition.grouping.symbolic_sizes import stranded_sizes
 from coreml_delegate.partition.options import PartitionerOptions
-from coreml_delegate.partition.verdicts.cpu_kernels import runs_on_cpu
-from coreml_delegate.partition.verdicts.device import TRIFLE
 from coreml_delegate.partition.verdicts.parts import is_part
 from coreml_delegate.patches.torch import set_parts
 from coreml_delegate.targets import LARGEST_WEIGHTS
@@ -76,11 +74,9 @@ def decide(
         possible = group_calls(program.graph, refusals.keys(), constants=constants)
         if (limit := _largest_weights(options.compiling)) is not None:
             possible = [part for group in possible for part in cut(group, constants, limit)]
-        if options.moves_calls:
-            trifles = _trifles(possible, constants)
-            if trifles:
-                refusals.update(trifles)
-                continue
+        if options.moves_calls and (moved := _moved_trifles(possible, constants)):
+            refusals.update(moved)
+            continue
         stranded = stranded_sizes(program.graph, possible) | shared_across_partitions(
             program.graph, possible
         )
@@ -109,23 +105,16 @@ def _largest_weights(options: CompileOptions) -> int | None:
     return LARGEST_WEIGHTS if options.precision is Precision.FLOAT32 else 2 * LARGEST_WEIGHTS
 
 
-_TRIFLE_WEIGHTS = 2**16
-"""Bytes of weights from which a partition is no trifle."""
-
-
-def _trifles(groups: Sequence[Group], constants: Collection[Node]) -> dict[Node, Reason]:
-    """Return the calls in groups of almost no work for which ExecuTorch has all kernels."""
+def _moved_trifles(groups: Sequence[Group], constants: Collection[Node]) -> dict[Node, Reason]:
+    """Return the calls in groups that are not worth a partition for the neural engine."""
     total = sum(_value(group)[0] for group in groups)
     reasons: dict[Node, Reason] = {}
-    for group in groups:
+    for group in trifles(groups, constants):
         flops, count = _value(group)
-        weights = {v for node in group for v in node.all_input_nodes if v in constants}
-        is_small = flops < TRIFLE * total and sum(map(bytes_of, weights)) < _TRIFLE_WEIGHTS
-        if is_small and all(is_part(node) or runs_on_cpu(node) for node in group):
-            share = f"{count} operation(s) with {flops / total:.2%} of the work"
-            text = f"its partition would have {share}"
-            reason = Reason(ReasonCode.DEVICE, text, "Lower for no device to delegate it")
-            reasons.update(dict.fromkeys(group, reason))
+        share = f"{count} operation(s) with {flops / max(total, 1):.2%} of the work"
+        text = f"its partition would have {share}"
+        reason = Reason(ReasonCode.DEVICE, text, "Lower for no device to delegate it")
+        reasons.update(dict.fromkeys(group, reason))
     return reasons
 
 

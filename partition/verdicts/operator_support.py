@@ -21,7 +21,6 @@ from coreml_delegate.ops.call import CASTS, target_name
 from coreml_delegate.ops.constants import NOT_FOLDED
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
-from coreml_delegate.partition.verdicts.device import device_refusals
 from coreml_delegate.partition.verdicts.filters import Filters
 from coreml_delegate.targets import Opset
 from coreml_delegate.transforms.half_precision import NARROW, promote_half_to_fp32
@@ -36,7 +35,6 @@ def refused_calls(
     values: Mapping[str, torch.Tensor],
     constants_inside: bool,
     enumerated: EnumeratedShapes | None = None,
-    moves_calls: bool = False,
 ) -> dict[Node, Reason]:
     """Return the undelegated calls of a program, each with the reason.
 
@@ -48,7 +46,6 @@ def refused_calls(
         values: Real values of parameters and buffers by name, as far as they are at hand.
         constants_inside: Whether the Core ML model has the program's constants.
         enumerated: The enumerated shapes of the program's inputs, or None.
-        moves_calls: Whether calls that the neural engine does not run move to the CPU.
 
     Raises:
         OptionError: The enumerated shapes are of another program.
@@ -60,8 +57,6 @@ def refused_calls(
         constants_inside=constants_inside,
         veto=lambda node: filters.refusal(node) or reasons.get(node),
     )
-    if moves_calls:
-        refused |= device_refusals(program, refused)
     return {node: _with_note(node, reason) for node, reason in refused.items()}
 
 

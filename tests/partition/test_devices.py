@@ -47,14 +47,12 @@ class Case:
         model: Returns the module.
         inputs: Returns its inputs.
         on_cpu: Ops that stay on the CPU in the form for the neural engine.
-        partitions: Partitions of this form.
     """
 
     rule: str
     model: Callable[[], nn.Module]
     inputs: Callable[[], tuple[torch.Tensor, ...]]
     on_cpu: frozenset[str] = frozenset()
-    partitions: int = 1
 
 
 def rows(*shape: int) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -90,14 +88,9 @@ CASES = {
     ),
     "largest values": Case(
         "topk",
-        lambda: Layers(
-            lambda m, x: m.second(torch.topk(m.first(x), 16)[0]),
-            first=nn.Linear(32, 64),
-            second=nn.Linear(16, 64),
-        ),
+        lambda: Layers(lambda m, x: m.linear(x).topk(16)[0], linear=nn.Linear(32, 64)),
         rows(4, 32),
         frozenset({"aten.topk.default", "operator.getitem"}),
-        partitions=2,
     ),
     "largest index": Case(
         "unsupported-type",
@@ -155,7 +148,7 @@ def test_the_finding_is_gone_and_executorch_has_the_kernels(name: str) -> None:
     pte, report = lower(model, inputs, device=NEURAL_ENGINE)
     assert case.rule not in rules_in(pte)
     assert {node.op for node in report.undelegated} == case.on_cpu
-    assert len(report.partitions) == case.partitions
+    assert len(report.partitions) == 1
     assert not [node for node in report.undelegated if node.cpu_obstacle is not None]
     program = runtime.load_program(pte, engine="reference", host="stock")
     (actual,) = program.run("forward", list(inputs))
@@ -238,6 +231,18 @@ def test_a_tiny_partition_stays_on_the_cpu() -> None:
     assert len(report.partitions) == 1
     reasons = [str(node.reason) for node in report.undelegated if "mul" in node.op]
     assert reasons == ["its partition would have 4 operation(s) with 0.01% of the work"]
+
+
+def test_what_would_split_a_partition_stays() -> None:
+    model = Layers(
+        lambda m, x: m.second(torch.topk(m.first(x), 16)[0]).argmax(-1),
+        first=nn.Linear(32, 64),
+        second=nn.Linear(16, 64),
+    )
+    pte, report = lower(model, (torch.randn(4, 32),), device=NEURAL_ENGINE)
+    assert {node.op for node in report.undelegated} == {"aten.argmax.default"}
+    assert len(report.partitions) == 1
+    assert "topk" in rules_in(pte)
 
 
 def test_a_whole_graph_moves_nothing_to_the_cpu() -> None:

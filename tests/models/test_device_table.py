@@ -1,0 +1,43 @@
+"""The table of models for the neural engine in ``docs/models.md``."""
+
+from __future__ import annotations
+
+import pytest
+from models.architectures import Architecture
+from models.device_table import MODELS, PAGE, SECTION, measure, read, rows
+from models.rows import Row
+from support.generated_sections import with_section
+
+PAGE_TEXT = PAGE.read_text("utf-8")
+STATED = read(PAGE_TEXT)
+SPLIT = frozenset({"ssdlite320_mobilenet_v3_large", "DGCNN, a layer"})
+"""Models with a ``topk`` in the middle, which stays."""
+CASES = [
+    pytest.param(row, id=row.name, marks=() if row.name == "PointNet" else pytest.mark.slow)
+    for row in MODELS
+    if row.name in STATED
+]
+
+
+def test_the_page_has_the_table() -> None:
+    assert list(STATED) == [row.name for row in MODELS if row.name in STATED]
+    assert with_section(PAGE_TEXT, SECTION, rows(STATED)) == PAGE_TEXT
+
+
+def test_the_form_for_the_neural_engine_has_no_findings_and_the_same_numbers() -> None:
+    for name, programs in STATED.items():
+        plain, shaped = programs["plain"], programs["shaped"]
+        assert shaped.findings == 0 or name in SPLIT, name
+        assert shaped.findings <= plain.findings, name
+        assert shaped.partitions == plain.partitions, name
+        assert plain.db is None or (shaped.db or 0) >= plain.db - 1, name
+
+
+# Models of other libraries warn of what they do, and so does upstream.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("row", CASES)
+def test_a_model_has_its_row(row: Row | Architecture) -> None:
+    measured = measure(row)
+    for who, stated in STATED[row.name].items():
+        assert measured[who].findings == stated.findings, who
+        assert measured[who].partitions == stated.partitions, who

@@ -339,7 +339,10 @@ def _print(
     if as_json:
         further = {} if sizes is None else {"quantization": sizes.as_dict()}
         further |= {"processors": [share.as_dict() for share in shares]} if shares else {}
-        console.write_json(report.to_dict() | further)
+        if further:
+            console.write_json(report.to_dict() | further)
+        else:
+            console.write(report.to_json())
         return
     console.write(report.to_table())
     for line in (*([] if sizes is None else [sizes]), *shares):

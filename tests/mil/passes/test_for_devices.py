@@ -59,7 +59,7 @@ def attention(x, mask=None):
 
 
 def zeroed(x, mask):
-    """What is translated from PyTorch's attention, whose rows without a visible key are 0."""
+    """PyTorch's attention as it is translated: rows without a visible key are 0."""
     visible = mb.reduce_max(x=mb.cast(x=mask, dtype="fp32"), axes=[-1], keep_dims=True)
     return mb.select(cond=mb.less_equal(x=visible, y=0.0), a=0.0, b=attention(x, mask))
 

@@ -6,12 +6,12 @@ The page is written after each.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from models import libraries
 from models.architectures import ARCHITECTURES, Architecture
 from models.measuring import expected_outputs, worst_db
-from models.model_table import PAGE, decibels, number
+from models.model_table import decibels, number, write_rows
 from models.rows import ROWS, Row
-from support.generated_sections import with_section
 from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
@@ -118,11 +117,12 @@ def _theirs(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes | None:
 
 
 def _lower(model: nn.Module, inputs: tuple[torch.Tensor, ...], partitioner: Any) -> bytes:
-    manager = to_edge_transform_and_lower(
-        torch.export.export(model, inputs),
-        partitioner=[partitioner],
-        compile_config=EdgeCompileConfig(_check_ir_validity=False),
-    )
+    with torch.no_grad():
+        manager = to_edge_transform_and_lower(
+            torch.export.export(model, inputs),
+            partitioner=[partitioner],
+            compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        )
     return bytes(manager.to_executorch().buffer)
 
 
@@ -177,22 +177,7 @@ def read(text: str) -> dict[str, dict[str, Lowered]]:
     return measured
 
 
-def main(names: Sequence[str]) -> None:
-    """Measure models, and write the page after each."""
-    known_names = read(PAGE.read_text("utf-8")).keys()
-    for row in MODELS:
-        if row.name not in names if names else row.name in known_names:
-            continue
-        with torch.no_grad():
-            measured = measure(row, has_upstream=True)
-        text = PAGE.read_text("utf-8")
-        known = read(text) | {row.name: measured}
-        PAGE.write_text(with_section(text, SECTION, rows(known)), "utf-8")
-        print(row.name, measured, flush=True)  # noqa: T201 - the progress of minutes
-        gc.collect()
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.environ[CACHE_VARIABLE] = folder  # the tables of others stay theirs
-        main(sys.argv[1:])
+        write_rows(SECTION, MODELS, sys.argv[1:], read, rows, partial(measure, has_upstream=True))

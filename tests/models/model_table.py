@@ -11,8 +11,9 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from models.measuring import ENGINES, Measured, measure
 from models.rows import ROWS
@@ -48,6 +49,36 @@ def rows(measured: Mapping[str, Measured]) -> Iterator[str]:
     for row in ROWS:
         for (op, reason), count in sorted(measured[row.name].reasons.items()):
             yield f"| {row.name} | `{op}` | {count} | {reason} |"
+
+
+def write_rows(
+    section: str,
+    models: Iterable[Any],
+    names: Sequence[str],
+    read_rows: Callable[[str], Mapping[str, Any]],
+    lines: Callable[[Mapping[str, Any]], Iterable[str]],
+    measure_row: Callable[[Any], Any],
+) -> None:
+    """Measure models, and write a section of the page after each.
+
+    Args:
+        section: Name of the section.
+        models: The rows, in order.
+        names: Models to measure; empty for those that have no row yet.
+        read_rows: Returns the measured rows of a page, by name.
+        lines: Yields the lines of measured rows.
+        measure_row: Measures a model.
+    """
+    known_names = read_rows(PAGE.read_text("utf-8")).keys()
+    for row in models:
+        if row.name not in names if names else row.name in known_names:
+            continue
+        measured = measure_row(row)
+        text = PAGE.read_text("utf-8")
+        known = {**read_rows(text), row.name: measured}
+        PAGE.write_text(with_section(text, section, lines(known)), "utf-8")
+        print(row.name, measured, flush=True)  # noqa: T201 - the progress of minutes
+        gc.collect()
 
 
 def decibels(value: float | None) -> str:

@@ -6,18 +6,16 @@ The page is written after each.
 
 from __future__ import annotations
 
-import gc
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from models.architectures import ARCHITECTURES, Architecture
 from models.measuring import MeasuredPrecision, measure_precision
-from models.model_table import PAGE, decibels, number
+from models.model_table import decibels, number, write_rows
 from models.rows import ROWS, Row
-from support.generated_sections import with_section
 
 from coreml_delegate.formats.caches import CACHE_VARIABLE
 from coreml_delegate.options.partitioner_options import MIN_SQNR_DB
@@ -73,21 +71,9 @@ def read(text: str) -> dict[str, MeasuredPrecision]:
     return measured
 
 
-def main(names: Sequence[str]) -> None:
-    """Measure models, and write the page after each."""
-    known_names = read(PAGE.read_text("utf-8")).keys()
-    for row in MODELS:
-        if row.name not in names if names else row.name in known_names:
-            continue
-        measured = measure_precision(*row.build())
-        text = PAGE.read_text("utf-8")
-        known = read(text) | {row.name: measured}
-        PAGE.write_text(with_section(text, SECTION, rows(known)), "utf-8")
-        print(row.name, measured, flush=True)  # noqa: T201 - the progress of minutes
-        gc.collect()
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.environ[CACHE_VARIABLE] = folder  # conversions are timed, not found
-        main(sys.argv[1:])
+        write_rows(
+            SECTION, MODELS, sys.argv[1:], read, rows, lambda row: measure_precision(*row.build())
+        )

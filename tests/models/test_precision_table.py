@@ -7,7 +7,8 @@ import statistics
 import pytest
 from models.architectures import Architecture
 from models.measuring import measure_precision
-from models.precision_table import MODELS, PAGE, SECTION, read, rows
+from models.model_table import PAGE
+from models.precision_table import MODELS, SECTION, read, rows
 from models.rows import Row
 from support.generated_sections import with_section
 from support.tolerances import SQNR_FP16_GUARDED, SQNR_FP16_OF_MODELS

@@ -130,4 +130,4 @@ PERPLEXITY_INT4 = 0.05
 SQNR_FP16_GUARDED = 40.0
 
 ATOL_RTOL_DEQUANTIZED = (1e-7, 1e-6)
-"""Of weights computed from integers, scales and zero points: the order of fp32 operations."""
+"""Weights computed from integers, scales and zero points: fp32 operations differ in order."""

@@ -318,7 +318,7 @@ AROUND_FP16_CAST = _patch(
     f"{_PASSES}.quantization:AbstractQuantizationPass.apply",
     _around_cast,
     "Rewrites for fp16 need to know which ops are cast; casts of constants, which a later pass"
-    " folds, show which constants fp16 loses. The state is a pair: a function of the program and the"
+    " folds, show which constants fp16 loses. The state is a pair: a function of program and"
     " selector of ops, which returns a selector, and a function of the program with casts.",
 )
 

@@ -138,7 +138,8 @@ def _rewrite_reads(
 def _rewrite_write(program: ExportedProgram, buffer: _Buffer) -> None:
     """Cast and reshape the buffer's new value to the state's dtype and shape."""
     output = program.graph.output_node()
-    new = value = _new_value(program, buffer)
+    value = _new_value(program, buffer)
+    new: Any = value
     if buffer.dtype is torch.float16 and _is_cast_of_fp32(value):
         new = value.args[0]  # Core ML rounds it itself
     elif buffer.dtype is not torch.float32:

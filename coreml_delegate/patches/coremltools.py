@@ -543,7 +543,7 @@ RECORD_FAILURE = _patch(
 
 
 def registered_translations() -> Iterable[Callable[..., None]]:
-    """Return the translations of torch ops that are registered in the process."""
+    """Return the translations of torch ops in coremltools' registry."""
     registry = pkgutil.resolve_name(f"{_TORCH}.torch_op_registry:_TORCH_OPS_REGISTRY")
     return registry.name_to_func_mapping.values()
 

@@ -152,13 +152,13 @@ class _Split:
         Of calls on constants, one reader on the CPU is enough: they take no input.
         """
         on_cpu = set(moved)
-        needed: list[Node] = []
+        calls: list[Node] = []
         for node in self.light:
             is_enough = any if node in self.constants else all
             if node not in on_cpu and is_enough(user in on_cpu for user in node.users):
                 on_cpu.add(node)
-                needed.append(node)
-        return needed
+                calls.append(node)
+        return calls
 
 
 def _without_splits(

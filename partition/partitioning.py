@@ -296,10 +296,7 @@ class Partitioning:
         """Return the composite calls that the user excludes, also in branches."""
         modules = [m for m in self._program.graph_module.modules() if isinstance(m, GraphModule)]
         calls = (
-            node
-            for module in modules
-            for node in module.graph.nodes
-            if isinstance(node.target, OpOverload) and is_composite(node.target)
+            node for module in modules for node in module.graph.nodes if is_composite(node.target)
         )
         reasons = ((call, self._filters.refusal(call)) for call in calls)
         return {call: reason for call, reason in reasons if reason is not None}

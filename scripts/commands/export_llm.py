@@ -515,7 +515,7 @@ def _report(
 
 
 def _left_on_cpu(method: str, report: DelegationReport, layout: Layout) -> bool:
-    """Whether calls of the model stay on the CPU, besides those of the standard layout."""
+    """Whether the CPU has calls of the model that it does not have in the standard layout."""
     from coreml_delegate.llm.decoder_methods import is_core_ml
     from coreml_delegate.llm.layout import ENCODER, VISION_ENCODER
 

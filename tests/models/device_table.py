@@ -41,6 +41,15 @@ NAMES = (
     *("SegFormer B0", "SAM base, image encoder", "Depth Anything small", "DPT"),
     *("Stable Diffusion 1, UNet", "Stable Diffusion, decoder", "CLIP base, text encoder"),
     *("wav2vec 2.0 base, CTC", "Whisper tiny, encoder", "PointNet", "DGCNN, a layer"),
+    *("timm cait_xxs24_224", "timm coatnet_pico_rw_224", "timm convmixer_768_32"),
+    *("timm convnextv2_atto", "timm crossvit_9_240", "timm dm_nfnet_f0", "timm edgenext_xx_small"),
+    *("timm efficientvit_b0", "timm eva02_tiny_patch14_224", "timm fastvit_t8"),
+    *("timm gcresnext26ts", "timm ghostnetv2_100", "timm halonet26t", "timm hrnet_w18_small"),
+    *("timm inception_next_atto", "timm lambda_resnet26t", "timm levit_128s"),
+    *("timm maxvit_rmlp_pico_rw_256", "timm mixer_s32_224", "timm mobilenetv4_hybrid_medium"),
+    *("timm mobilevit_xxs", "timm nest_tiny", "timm poolformer_s12", "timm repvgg_a0"),
+    *("timm res2net50_14w_8s", "timm resnest14d", "timm sequencer2d_s", "timm skresnet18"),
+    *("timm tinynet_e", "timm tnt_s_patch16_224", "timm volo_d1_224", "timm xcit_nano_12_p16_224"),
     *("BERT, tied weights", "roberta", "distilbert", "electra", "deberta", "mpnet", "vit", "deit"),
 )
 WHISPER = Row("Whisper tiny, encoder", "transformers", "30 s", libraries.whisper_encoder)

@@ -30,7 +30,7 @@ _CHEAP = 16
 TRIFLE = 0.001
 """Share of all FLOPs up to which calls are not worth a transfer to the neural engine."""
 
-_TRIFLE_BYTES = 2**12
+TRIFLE_BYTES = 2**12
 """Bytes of a weight from which its call does not move."""
 
 
@@ -167,7 +167,7 @@ def trifles(groups: Sequence[Group], constants: Collection[Node]) -> list[Group]
 
 def _has_weights(node: Node, constants: Collection[Node]) -> bool:
     weights = (value for value in node.all_input_nodes if value in constants)
-    return any(value.op == "placeholder" and bytes_of(value) > _TRIFLE_BYTES for value in weights)
+    return any(value.op == "placeholder" and bytes_of(value) > TRIFLE_BYTES for value in weights)
 
 
 def _at_the_ends(

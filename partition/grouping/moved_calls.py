@@ -51,7 +51,9 @@ def moved_calls(program: ExportedProgram, refused: Collection[Node]) -> dict[Nod
     ]
     calls = list(filter(_may_leave, calls))
     failing = {node: text for node in calls if (text := _failure(node, constants))}
-    leaving = {node: text for node in calls if (text := _obstacle(node)) and node not in failing}
+    leaving = {
+        node: text for node in calls if (text := _obstacle(node, constants)) and node not in failing
+    }
     moved = failing | _without_splits(_Split(program, refused, constants), failing, leaving)
     for node in _at_the_ends(program, {*refused, *moved}, constants):
         moved[node] = f"a dimension above {LARGEST_DIMENSION:,} before or after the model"
@@ -85,10 +87,10 @@ def _failure(node: Node, constants: Set[Node]) -> str | None:
     return None if record is None else record.fails_on_neural_engine(OpCall.of(node, constants))
 
 
-def _obstacle(node: Node) -> str | None:
+def _obstacle(node: Node, constants: Set[Node]) -> str | None:
     """Return why the neural engine does not run a call; None if it may."""
     record = record_of(target_name(node.target))
-    by_op = "" if record is None else record.leaves_neural_engine
+    by_op = None if record is None else record.leaves_neural_engine(OpCall.of(node, constants))
     return by_op or _index_arithmetic(node) or _computed_size(node)
 
 

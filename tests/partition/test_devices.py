@@ -98,6 +98,14 @@ CASES = {
         rows(4, 8),
         frozenset({"aten.add.Tensor", "aten.argmax.default"}),
     ),
+    "last token": Case(
+        "unsupported-type",
+        lambda: Layers(
+            lambda m, x, ids: m.linear(x)[torch.arange(2), ids.argmax(-1)], linear=nn.Linear(64, 64)
+        ),
+        lambda: (torch.randn(2, 8, 64), torch.randint(0, 9, (2, 8))),
+        frozenset({"aten.arange.start_step", "aten.argmax.default", "aten.index.Tensor"}),
+    ),
     "positions": Case(
         "unsupported-type",
         lambda: Layers(

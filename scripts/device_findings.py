@@ -159,9 +159,10 @@ def table(findings: Sequence[Finding]) -> str:
         for f in findings
     ]
     sections = [console.columns(rows)]
-    for rule in dict.fromkeys(finding.rule for finding in findings):
-        remedies = dict.fromkeys(f.remedy for f in findings if f.rule is rule)
-        sections.append("\n".join(_rule_lines(rule, remedies)))
+    sections += [
+        "\n".join(_rule_lines(rule, [f for f in findings if f.rule is rule]))
+        for rule in dict.fromkeys(finding.rule for finding in findings)
+    ]
     saved = saved_bytes(findings)
     if saved:
         sections.append(f"{console.size(saved)} could be saved")
@@ -170,19 +171,27 @@ def table(findings: Sequence[Finding]) -> str:
 
 def rules_text(rules: Sequence[Rule]) -> str:
     """Return all rules for a terminal."""
-    return "\n\n".join("\n".join(_rule_lines(rule, [rule.remedy])) for rule in rules)
+    return "\n\n".join("\n".join(_rule_lines(rule)) for rule in rules)
 
 
-def _rule_lines(rule: Rule, remedies: Iterable[str]) -> Iterator[str]:
+def _rule_lines(rule: Rule, findings: Sequence[Finding] = ()) -> Iterator[str]:
+    """Yield the lines of a rule, with the remedies for its findings, or with the rule's own."""
     yield f"{rule.name}: {rule.finds} ({rule.consequence.text})"
     yield f"  {rule.reason}"
-    for remedy in remedies:
+    for remedy in dict.fromkeys(f.remedy for f in findings) or [rule.remedy]:
         yield f"  remedy: {remedy}"
-    if rule.rewrite is not None:
-        yield f"  done by: export {rule.rewrite}"
+    rewrites = [f.rewrite for f in findings] if findings else [rule.rewrite]
+    for rewrite in dict.fromkeys(filter(None, rewrites)):
+        yield f"  done by: export {rewrite}"
+    for reason in dict.fromkeys(_no_rewrite(f) for f in findings if f.obstacle):
+        yield f"  {reason}"
     for source in rule.sources:
         yield f"  source: {source.title}"
         yield f"          {source.url}"
+
+
+def _no_rewrite(finding: Finding) -> str:
+    return f"not by --for: {finding.obstacle}"
 
 
 def _saving(finding: Finding) -> str:
@@ -212,7 +221,7 @@ def page_rows(findings: Iterable[Finding]) -> list[DeviceFinding]:
             others=max(len(finding.details.places) - _SHOWN_PLACES, 0),
             got=finding.details.got + _saving(finding),
             reason=finding.rule.reason,
-            remedy=finding.remedy,
+            remedy=finding.remedy + (f" ({_no_rewrite(finding)})" if finding.obstacle else ""),
             sources=tuple((source.title, source.url) for source in finding.rule.sources),
         )
         for finding in findings

@@ -12,6 +12,7 @@ from coreml_delegate.device_check import deployment, operations, precision, shap
 from coreml_delegate.device_check.records import (
     CheckedModel,
     Consequence,
+    Details,
     Evidence,
     Finding,
     MeasuredProgram,
@@ -98,8 +99,17 @@ def check(
         ),
     )
     return [
-        Finding(rule, details)
+        Finding(rule, details, _obstacle(rule, details, everything))
         for rule in RULES
         if rule not in ignored
         for details in rule.examine(eligible if rule.neural_engine else everything)
     ]
+
+
+def _obstacle(rule: Rule, details: Details, evidence: Evidence) -> str | None:
+    """Return why the rule's rewrite leaves all places as they are; None if it changes one."""
+    if rule.rewrite is None:
+        return None
+    views = (view for model in evidence.models for view in model.views if details.is_in(view))
+    obstacles = [rule.rewrite.obstacle(view, op) for view in views for op in details.ops_in(view)]
+    return None if None in obstacles else next(iter(obstacles), None)

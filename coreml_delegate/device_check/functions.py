@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
+from coreml_delegate.partition.grouping.moved_calls import TRIFLE, TRIFLE_BYTES
 from coreml_delegate.runtime.engines.base import Array
-from coreml_delegate.runtime.mil.location import located_ops
+from coreml_delegate.runtime.mil.costs import Work
+from coreml_delegate.runtime.mil.location import Location, located_ops
 from coreml_delegate.runtime.mil.program import (
     Binding,
     Constant,
@@ -21,6 +25,8 @@ from coreml_delegate.runtime.mil.program import (
 
 CONST = "const"
 DECOMPRESSIONS = "constexpr_"
+_ONLY_IN_CORE_ML = frozenset({"non_maximum_suppression"})
+"""Ops of calls for which ExecuTorch has no kernel, however little they compute."""
 
 
 class FunctionView:
@@ -57,6 +63,11 @@ class FunctionView:
                 if isinstance(binding, Ref):
                     self.users.setdefault(binding.name, []).append(op)
 
+    @functools.cached_property
+    def by_location(self) -> Mapping[Location, Op]:
+        """The ops by their locations."""
+        return {location: op for op, location in self.locations.items()}
+
     def module_of(self, op: Op) -> str | None:
         """Return the path of an op's module in the original model; None if unknown."""
         if not op.outputs:
@@ -90,6 +101,59 @@ class FunctionView:
         kind = binding.type if isinstance(binding, Constant) else self._types.get(binding.name)
         return kind if isinstance(kind, TensorType) else None
 
+    @functools.cached_property
+    def flops(self) -> Mapping[Op, int | None]:
+        """Estimated FLOPs of the ops of the outermost block; None if unknown."""
+        work = Work(self.function)
+        return {op: work.flops(n) for n, op in enumerate(self.function.block.ops)}
+
+    def is_between(self, op: Op) -> bool:
+        """Whether work leads to an op, and from it to other work.
+
+        Without the op there would be two models: one before it and one after it. Work is more than
+        a trifle, which the CPU can do as well.
+        """
+        return all(
+            self._has_work(self._reachable(op, step)) for step in (self._before, self._after)
+        )
+
+    def _reachable(self, op: Op, step: Callable[[Op], Iterable[Op]]) -> Iterator[Op]:
+        """Yield the ops that steps lead to from an op, without the op."""
+        pending, seen = [op], {op}
+        while pending:
+            for neighbour in step(pending.pop()):
+                if neighbour not in seen and not is_stored(neighbour):
+                    seen.add(neighbour)
+                    pending.append(neighbour)
+                    yield neighbour
+
+    def _before(self, op: Op) -> Iterator[Op]:
+        producers = (self.producers.get(b.name) for b in operands(op) if isinstance(b, Ref))
+        return (producer for producer in producers if producer is not None)
+
+    def _after(self, op: Op) -> Iterator[Op]:
+        return (user for output in op.outputs for user in self.users.get(output.name, ()))
+
+    def _has_work(self, ops: Iterable[Op]) -> bool:
+        """Whether ops compute more than a trifle, have weights, or have no kernel for the CPU."""
+        total = 0
+        for op in ops:
+            flops = self.flops.get(op)
+            if flops is None or op.type in _ONLY_IN_CORE_ML or self._has_weights(op):
+                return True
+            total += flops
+            if total > TRIFLE * self._all_flops:
+                return True
+        return False
+
+    @functools.cached_property
+    def _all_flops(self) -> int:
+        return sum(flops or 0 for flops in self.flops.values())
+
+    def _has_weights(self, op: Op) -> bool:
+        stored = (self.tensor_of(binding) for binding in operands(op) if self.is_stored(binding))
+        return any(kind is not None and _nbytes(kind) > TRIFLE_BYTES for kind in stored)
+
     @property
     def enumerates_shapes(self) -> bool:
         """Whether an input has enumerated shapes."""
@@ -99,6 +163,10 @@ class FunctionView:
     def has_ranges(self) -> bool:
         """Whether an input has a range of sizes."""
         return any(low != high for feature in self.function.inputs for low, high in feature.bounds)
+
+
+def _nbytes(kind: TensorType) -> float:
+    return math.prod(size or 1 for size in kind.shape or ()) * kind.dtype.bits / 8
 
 
 def is_stored(op: Op) -> bool:

@@ -18,6 +18,7 @@ from coreml_delegate.device_check.records import (
     Rule,
     each_function,
     each_value,
+    obstacle_to_leaving,
     view_details,
 )
 from coreml_delegate.mil.passes.for_devices import (
@@ -183,7 +184,12 @@ RULES = (
         "ExecuTorch's CPU kernel (export --skip-op topk)",
         sources=(sources.TOPK_PLAN, sources.TOPK_TIME),
         examine=each_value(_topk),
-        rewrite=Rewrite((Device.NEURAL_ENGINE,), (moved_calls,), "if it splits no partition"),
+        rewrite=Rewrite(
+            (Device.NEURAL_ENGINE,),
+            (moved_calls,),
+            "if it splits no partition",
+            obstacle_to_leaving,
+        ),
     ),
     Rule(
         name="recurrent",

@@ -15,6 +15,7 @@ from coreml_delegate.device_check.records import (
     Rewrite,
     Rule,
     each_function,
+    obstacle_to_leaving,
     view_details,
 )
 from coreml_delegate.formats.text import decibels
@@ -294,6 +295,7 @@ RULES = (
             (Device.NEURAL_ENGINE,),
             (moved_calls, visible_rows_as_factor),
             "if ExecuTorch has a kernel and it splits no partition",
+            obstacle_to_leaving,
         ),
     ),
     Rule(

@@ -9,7 +9,6 @@ from typing import Any
 
 from coreml_delegate.device_check.functions import FunctionView
 from coreml_delegate.device_check.records import CheckedModel, Consequence, Finding
-from coreml_delegate.runtime.mil.costs import Work
 from coreml_delegate.runtime.mil.program import Op
 from coreml_delegate.targets import Device
 
@@ -76,10 +75,8 @@ def _share(view: FunctionView, leaving: Iterable[Finding]) -> ProcessorShare:
     for finding, ops in _ops_of_findings(view, leaving):
         for op in ops:
             rules_by_op.setdefault(op, []).append(finding.rule.name)
-    work = Work(view.function)
-    flops = {op: work.flops(n) or 0 for n, op in enumerate(view.function.block.ops)}
-    total = sum(flops.get(op, 0) for op in view.ops)
-    lost = sum(flops.get(op, 0) for op in rules_by_op)
+    total = sum(view.flops.get(op) or 0 for op in view.ops)
+    lost = sum(view.flops.get(op) or 0 for op in rules_by_op)
     # Without FLOPs, as of operations that only move data, operations count.
     share = 1 - (lost / total if total else len(rules_by_op) / max(len(view.ops), 1))
     kinds = Counter(op.type for op in rules_by_op)
@@ -98,11 +95,6 @@ def _ops_of_findings(
     view: FunctionView, leaving: Iterable[Finding]
 ) -> Iterator[tuple[Finding, Sequence[Op]]]:
     """Yield each finding in a function with its operations; all for one without operations."""
-    by_location = {location: op for op, location in view.locations.items()}
     for finding in leaving:
-        details = finding.details
-        is_here = set(details.delegate.split(", ")) & set(view.delegate.split(", "))
-        if not is_here or details.function not in (None, view.function.name):
-            continue
-        locations = [place.location for place in details.places if place.location is not None]
-        yield finding, [by_location[n] for n in locations] if locations else view.ops
+        if finding.details.is_in(view):
+            yield finding, finding.details.ops_in(view) or view.ops

@@ -200,6 +200,15 @@ class Details:
     saved_bytes: int = 0
     remedy: str | None = None
 
+    def is_in(self, view: FunctionView) -> bool:
+        """Whether a finding is in a function, or in its model."""
+        is_here = set(self.delegate.split(", ")) & set(view.delegate.split(", "))
+        return bool(is_here) and self.function in (None, view.function.name)
+
+    def ops_in(self, view: FunctionView) -> list[Op]:
+        """Return the ops of the places, which are in ``view``; no ops for other places."""
+        return [view.by_location[p.location] for p in self.places if p.location is not None]
+
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
@@ -209,11 +218,13 @@ class Rewrite:
         devices: The devices for which it does.
         functions: The functions that rewrite a program, or leave calls to the CPU.
         limit: When the finding stays, as an adverbial; empty if it never does.
+        obstacle: Returns why the finding stays at an op, as a noun phrase; None if it does not.
     """
 
     devices: tuple[Device, ...]
     functions: tuple[Callable[..., Any], ...]
     limit: str = ""
+    obstacle: Callable[[FunctionView, Op], str | None] = lambda _view, _op: None
 
     def __str__(self) -> str:
         has_all = len(self.devices) == len(Device)
@@ -261,10 +272,21 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A violation of a rule."""
+    """A violation of a rule.
+
+    Attributes:
+        obstacle: Why ``--for DEVICE`` carries the rule's remedy out at none of the places; None if
+            it does, or if the rule is advice only.
+    """
 
     rule: Rule
     details: Details
+    obstacle: str | None = None
+
+    @property
+    def rewrite(self) -> Rewrite | None:
+        """How a lowering for a device carries the remedy out; None for advice."""
+        return None if self.obstacle else self.rule.rewrite
 
     @property
     def remedy(self) -> str:
@@ -287,6 +309,7 @@ class Finding:
             "places": [place.as_dict() for place in self.details.places],
             "saved_bytes": self.details.saved_bytes,
             "remedy": self.remedy,
+            "obstacle": self.obstacle,
         }
 
 
@@ -319,6 +342,11 @@ def each_value(
         return (view_details(view, got, listed) for got, listed in places.items())
 
     return each_function(examine)
+
+
+def obstacle_to_leaving(view: FunctionView, op: Op) -> str | None:
+    """Return why ``--for`` does not leave an op to the CPU; None if it may."""
+    return "in the middle of the model, which would become two" if view.is_between(op) else None
 
 
 def view_details(view: FunctionView, got: str, places: Iterable[Place]) -> Details:

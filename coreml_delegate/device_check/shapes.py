@@ -14,6 +14,7 @@ from coreml_delegate.device_check.records import (
     Rule,
     each_function,
     each_value,
+    obstacle_to_leaving,
     view_details,
 )
 from coreml_delegate.lowering.states import make_states
@@ -35,6 +36,7 @@ LARGEST_RANK = 5
 """Largest rank of a tensor on the neural engine."""
 
 _NORM = "layer_norm"
+_LAYER = "linear"
 
 
 def _large_dimensions(view: FunctionView) -> Iterator[tuple[str, Place]]:
@@ -49,6 +51,11 @@ def _large_dimensions(view: FunctionView) -> Iterator[tuple[str, Place]]:
             largest = max((size for size in kind.shape or () if size), default=0)
             if largest > LARGEST_DIMENSION:
                 yield str(largest), Place.of(view, op)
+
+
+def _obstacle_to_splitting(view: FunctionView, op: Op) -> str | None:
+    """Return why ``--for`` leaves a large dimension; layers are split, other ops leave."""
+    return None if op.type == _LAYER else obstacle_to_leaving(view, op)
 
 
 def _state_widths(view: FunctionView) -> Iterator[Details]:
@@ -151,8 +158,9 @@ RULES = (
         examine=each_value(_large_dimensions),
         rewrite=Rewrite(
             (Device.NEURAL_ENGINE,),
-            (shape_for_neural_engine, flattened_as_convolution),
+            (shape_for_neural_engine, flattened_as_convolution, moved_calls),
             "for linear layers, and what is cheap at the ends",
+            _obstacle_to_splitting,
         ),
     ),
     Rule(
@@ -190,6 +198,7 @@ RULES = (
             (Device.NEURAL_ENGINE,),
             (moved_calls,),
             "if ExecuTorch has a kernel and it splits no partition",
+            obstacle_to_leaving,
         ),
     ),
     Rule(

@@ -72,15 +72,7 @@ def prepare(program: ExportedProgram, target: Opset | None, device: Device | Non
     program.graph.eliminate_dead_code()
     results: Any = program.graph.output_node().args[0]
     outputs = [node for node in dict.fromkeys(results) if isinstance(node, Node)]
-    sources: set[Node] = {node for node in outputs if not _casts_to_half(node)}
-    for output in outputs:
-        if _casts_to_half(output):
-            source = output.all_input_nodes[0]
-            if source in sources:
-                _add_identity(output)
-            sources.add(source)
-        elif _may_be_skipped(output):
-            _add_identity(output)
+    _separate_outputs(outputs)
     program.graph_module.recompile()
 
 
@@ -113,6 +105,20 @@ def _merge_dimensions(program: ExportedProgram) -> None:
 
 def _record(node: Node) -> OpRecord | None:
     return record_of(target_name(node.target)) if node.op == "call_function" else None
+
+
+def _separate_outputs(outputs: Collection[Node]) -> None:
+    """Insert an identity before each output that would have the name of another feature."""
+    named = {node for node in outputs if not _casts_to_half(node) and not _may_be_skipped(node)}
+    for output in outputs:
+        if output in named:
+            continue
+        is_half, source = _casts_to_half(output), output.all_input_nodes[0]
+        while _may_be_skipped(source):
+            source = source.all_input_nodes[0]
+        if source in named or (source.op != "call_function" and not is_half):
+            _add_identity(output)
+        named.add(source)
 
 
 def _casts_to_half(node: Node) -> bool:

@@ -366,6 +366,19 @@ def _wide_lookup(
     return obstacle
 
 
+def _index_arithmetic(call: OpCall) -> str | None:
+    """Return why computed indices leave the neural engine: Core ML counts negative ones anew.
+
+    Several are stacked too. Weights do not move with their indices.
+    """
+    are_computed = any(
+        isinstance(n, Node) and n not in call.constants for n in call.arguments["indices"]
+    )
+    if not are_computed or call.arguments["self"] in call.constants:
+        return None
+    return "arithmetic with the indices of a lookup"
+
+
 _VALUES = FLOAT | INTEGER
 _MEAN, _MAXIMUM = 1, 2  # modes of embedding bags
 _EQUAL_BAGS = holds(
@@ -390,6 +403,7 @@ RECORDS = (
         "aten.index.Tensor",
         dtypes={"self": ANY, "indices": INTEGER},
         rewrite=_via_int32(),
+        leaves_neural_engine=_index_arithmetic,
     ),
     _op(
         "aten.index_select.default",
@@ -465,7 +479,7 @@ RECORDS = (
         "aten.topk.default",
         dtypes={"": _VALUES},
         constraints=(argument_is("sorted", True),),
-        leaves_neural_engine="the choice of the largest values",
+        leaves_neural_engine=lambda _: "the choice of the largest values",
     ),
     _op("aten.sort.default", dtypes={"": _VALUES}),
     _op(

@@ -74,8 +74,8 @@ class OpRecord:
             None if coremltools translates it.
         moves_data: The result has the unchanged elements of the first argument: coremltools may
             translate a call that keeps the shape to its argument.
-        leaves_neural_engine: Why the neural engine does not run the op, by the rules of
-            ``device_check``; empty if it may.
+        leaves_neural_engine: Returns why the neural engine does not run a call, by the rules of
+            ``device_check``; None if it may.
         fails_on_neural_engine: Returns why a call fails on it; None if it does not.
         natural_indices: Whether PyTorch refuses negative indices, so that Core ML needs no check.
         flops: Estimates the operations of a call.
@@ -96,7 +96,7 @@ class OpRecord:
     rewrite: Rewrite | None = None
     translation: Translation | None = None
     moves_data: bool = False
-    leaves_neural_engine: str = ""
+    leaves_neural_engine: Callable[[OpCall], str | None] = lambda _: None
     fails_on_neural_engine: Callable[[OpCall], str | None] = lambda _: None
     natural_indices: bool = False
     flops: Estimator = ONE_PER_RESULT

@@ -30,7 +30,7 @@ _CHEAP = 16
 TRIFLE = 0.001
 """Share of all FLOPs up to which calls are not worth a transfer to the neural engine."""
 
-_TRIFLE_BYTES = 2**12
+TRIFLE_BYTES = 2**12
 """Bytes of a weight from which its call does not move."""
 
 
@@ -52,7 +52,9 @@ def moved_calls(program: ExportedProgram, refused: Collection[Node]) -> dict[Nod
     ]
     calls = list(filter(_may_leave, calls))
     failing = {node: text for node in calls if (text := _failure(node, constants))}
-    leaving = {node: text for node in calls if (text := _obstacle(node)) and node not in failing}
+    leaving = {
+        node: text for node in calls if (text := _obstacle(node, constants)) and node not in failing
+    }
     moved = failing | _without_splits(split, failing, leaving)
     for node in _at_the_ends(program, {*refused, *moved}, constants):
         moved[node] = f"a dimension above {LARGEST_DIMENSION:,} before or after the model"
@@ -86,10 +88,10 @@ def _failure(node: Node, constants: Set[Node]) -> str | None:
     return None if record is None else record.fails_on_neural_engine(OpCall.of(node, constants))
 
 
-def _obstacle(node: Node) -> str | None:
+def _obstacle(node: Node, constants: Set[Node]) -> str | None:
     """Return why the neural engine does not run a call; None if it may."""
     record = record_of(target_name(node.target))
-    by_op = "" if record is None else record.leaves_neural_engine
+    by_op = None if record is None else record.leaves_neural_engine(OpCall.of(node, constants))
     return by_op or _index_arithmetic(node) or _computed_size(node)
 
 
@@ -208,7 +210,7 @@ def trifles(
 
 def _has_weights(node: Node, constants: Collection[Node]) -> bool:
     weights = (value for value in node.all_input_nodes if value in constants)
-    return any(value.op == "placeholder" and bytes_of(value) > _TRIFLE_BYTES for value in weights)
+    return any(value.op == "placeholder" and bytes_of(value) > TRIFLE_BYTES for value in weights)
 
 
 def _at_the_ends(

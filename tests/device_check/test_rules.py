@@ -405,6 +405,38 @@ def test_topk_whose_results_are_used_is_told_apart():
     assert got == {"at the end of the model": "top", "its results are used in the model": "inner"}
 
 
+def test_topk_between_two_layers_is_advice():
+    """Moved to the CPU, it would leave two models; at an end it leaves one."""
+    weight = _DISTINCT
+
+    def function(x, *, first, last):
+        x = mb.linear(x=x, weight=weight) if first else mb.identity(x=x)
+        x, _ = mb.topk(x=x, k=64, axis=1)
+        if last == "suppression":
+            boxes = mb.reshape(x=x, shape=(1, 64, 4))
+            return mb.non_maximum_suppression(
+                boxes=boxes,
+                scores=mb.slice_by_index(x=boxes, begin=(0, 0, 0), end=(1, 64, 1)),
+                iou_threshold=np.float16(0.5),
+                max_boxes=4,
+                per_class_suppression=False,
+            )
+        return mb.linear(x=x, weight=weight) if last else mb.identity(x=x)
+
+    inputs = {"x": np.zeros((4, 64), np.float16)}
+    in_the_middle = "in the middle of the model, which would become two"
+    for first, last, obstacle in (
+        (True, True, in_the_middle),
+        (True, False, None),
+        (False, True, None),
+        (True, "suppression", in_the_middle),  # for which ExecuTorch has no kernel
+    ):
+        partial = functools.partial(function, first=first, last=last)
+        (finding,) = findings(build(partial, inputs, Opset.iOS17), "topk")
+        assert finding.obstacle == finding.as_dict()["obstacle"] == obstacle
+        assert (finding.rewrite is None) == (obstacle is not None)
+
+
 def test_constant_indices_are_looked_at():
     few = handmade.constant([3, 60000, 5], DType.INT32)
     many = handmade.constant([3, 70000, 5], DType.INT32)

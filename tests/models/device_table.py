@@ -41,6 +41,10 @@ NAMES = (
     *("SegFormer B0", "SAM base, image encoder", "Depth Anything small", "DPT"),
     *("Stable Diffusion 1, UNet", "Stable Diffusion, decoder", "CLIP base, text encoder"),
     *("wav2vec 2.0 base, CTC", "Whisper tiny, encoder", "PointNet", "DGCNN, a layer"),
+    *("timm convnextv2_atto", "timm edgenext_xx_small", "timm efficientvit_b0"),
+    *("timm fastvit_t8", "timm ghostnetv2_100", "timm levit_128s"),
+    *("timm maxvit_rmlp_pico_rw_256", "timm mixer_s32_224", "timm mobilenetv4_hybrid_medium"),
+    *("timm mobilevit_xxs", "timm poolformer_s12", "timm skresnet18", "timm tinynet_e"),
     *("BERT, tied weights", "roberta", "distilbert", "electra", "deberta", "mpnet", "vit", "deit"),
 )
 WHISPER = Row("Whisper tiny, encoder", "transformers", "30 s", libraries.whisper_encoder)
@@ -48,9 +52,11 @@ MODELS: tuple[Row | Architecture, ...] = tuple(
     row for name in NAMES for row in (WHISPER, *ROWS, *ARCHITECTURES) if row.name == name
 )
 _TITLES = (
-    *("model", "findings", "shaped", "upstream", "MIL ops", "shaped", "upstream"),
+    *("model", "findings", "shaped", "upstream", "stay", "MIL ops", "shaped", "upstream"),
     *("partitions", "shaped", "upstream", "dB", "shaped"),
 )
+_PROGRAMS = ("plain", "shaped", "upstream")
+_STAY = _TITLES.index("stay")
 _OPTIONS = {"minimum_deployment_target": Opset.iOS18}
 
 
@@ -59,9 +65,10 @@ class Lowered:
     """A program of a model.
 
     Attributes:
-        findings: Findings of rules whose remedy a lowering for the neural engine carries out.
+        findings: Findings whose remedy a lowering for the neural engine carries out.
         ops: MIL ops, without constants.
         partitions: Core ML delegates.
+        stay: Findings of such rules where the lowering has an obstacle to the remedy.
         db: Of the worst output over eager PyTorch in fp16, on ``reference``; None if it is not
             compared.
     """
@@ -69,6 +76,7 @@ class Lowered:
     findings: int
     ops: int
     partitions: int
+    stay: int = 0
     db: float | None = None
 
 
@@ -130,14 +138,21 @@ def _lowered(pte: bytes | None, db: float | None) -> Lowered:
     if pte is None:
         return Lowered(-1, -1, -1)
     models: Sequence[CheckedModel] = models_of_pte(PteProgram.open(pte)).checked
-    mendable = [
+    findings = [
         finding
         for finding in check(models)
         if (rewrite := finding.rule.rewrite) and Device.NEURAL_ENGINE in rewrite.devices
     ]
+    mendable = [finding for finding in findings if finding.rewrite is not None]
     views = [view for model in models for view in model.views]
     partitions = sum(len(model.uses) for model in models)
-    return Lowered(len(mendable), sum(len(view.ops) for view in views), partitions, db)
+    return Lowered(
+        len(mendable),
+        sum(len(view.ops) for view in views),
+        partitions,
+        len(findings) - len(mendable),
+        db,
+    )
 
 
 def rows(measured: Mapping[str, Mapping[str, Lowered]]) -> Iterator[str]:
@@ -154,8 +169,9 @@ def rows(measured: Mapping[str, Mapping[str, Lowered]]) -> Iterator[str]:
             continue
         cells = [f"`{row.name}`"]
         for count in (lambda p: p.findings, lambda p: p.ops, lambda p: p.partitions):
-            numbers = (count(programs[who]) for who in ("plain", "shaped", "upstream"))
+            numbers = (count(programs[who]) for who in _PROGRAMS)
             cells += ["-" if number < 0 else str(number) for number in numbers]
+        cells.insert(_STAY, str(programs["shaped"].stay))
         cells += [decibels(programs[who].db) for who in ("plain", "shaped")]
         yield f"| {' | '.join(cells)} |"
 
@@ -168,11 +184,12 @@ def read(text: str) -> dict[str, dict[str, Lowered]]:
         cells = [cell.strip(" `") for cell in line.strip("|").split(" | ")]
         if len(cells) != len(_TITLES) or not cells[1].removeprefix("-").isdigit():
             continue
+        stay = (0, int(cells.pop(_STAY)), 0)  # of the program for the neural engine only
         numbers = [-1 if cell == "-" else int(cell) for cell in cells[1:10]]
         dbs = [*(number(cell) for cell in cells[10:]), None]
         measured[cells[0]] = {
-            who: Lowered(numbers[n], numbers[3 + n], numbers[6 + n], dbs[n])
-            for n, who in enumerate(("plain", "shaped", "upstream"))
+            who: Lowered(numbers[n], numbers[3 + n], numbers[6 + n], stay[n], dbs[n])
+            for n, who in enumerate(_PROGRAMS)
         }
     return measured
 

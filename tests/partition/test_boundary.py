@@ -13,9 +13,11 @@ from support.tolerances import ATOL_RTOL
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from coreml_delegate import CoreMLPartitioner, runtime
+from coreml_delegate import CoreMLPartitioner, detection, runtime
 from coreml_delegate.errors import InputError
 from coreml_delegate.ops import ReasonCode
+from coreml_delegate.runtime.program.pte import PteProgram
+from coreml_delegate.scripts.device_findings import models_of_pte
 
 ATOL, RTOL = ATOL_RTOL["fp32"]
 
@@ -39,6 +41,9 @@ def assert_equal_eager(pte: bytes, module: nn.Module, inputs: tuple[torch.Tensor
         pytest.param(lambda x: x[:, 0:3], id="slice"),
         pytest.param(lambda x: nn.functional.dropout(x, 0.5, training=False), id="dropout"),
         pytest.param(lambda x: (lambda y: (y, y.clone()))(torch.cat([x, x])), id="result"),
+        pytest.param(
+            lambda x: (lambda y: (y.clone(), y.clone().view(4, 3)))(torch.cat([x, x])), id="copies"
+        ),
     ],
 )
 def test_an_argument_can_be_returned_as_a_result(
@@ -56,6 +61,16 @@ def test_a_scalar_argument_can_be_returned_as_a_result() -> None:
     lowered = lower(module, inputs)
     assert not lowered.operators
     assert_equal_eager(lowered.pte, module, inputs)
+
+
+def test_the_only_feature_of_a_result_is_no_copy() -> None:
+    """Indices of Core ML are int32: their cast to int64 is none, and nothing takes its place."""
+    boxes, scores = torch.tensor([[[0.0, 0, 1, 1], [0, 0, 2, 2]]]), torch.tensor([[0.5, 0.6]])
+    lowered = lower(Function(lambda b, s: detection.nms(b, s, max_boxes=2)), (boxes, scores))
+    (model,) = models_of_pte(PteProgram.open(lowered.pte)).checked
+    assert model.views[0].ops[-1].type == "non_maximum_suppression"
+    (kept,) = runtime.load_program(lowered.pte, engine="reference").run("forward", [boxes, scores])
+    assert kept.tolist() == [[1, 0]]
 
 
 class Image(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.export import Dim
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.device_check import check
+from coreml_delegate.device_check import Finding, check
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.partition.grouping import decision, moved_calls
@@ -98,6 +98,14 @@ CASES = {
         rows(4, 8),
         frozenset({"aten.add.Tensor", "aten.argmax.default"}),
     ),
+    "last token": Case(
+        "unsupported-type",
+        lambda: Layers(
+            lambda m, x, ids: m.linear(x)[torch.arange(2), ids.argmax(-1)], linear=nn.Linear(64, 64)
+        ),
+        lambda: (torch.randn(2, 8, 64), torch.randint(0, 9, (2, 8))),
+        frozenset({"aten.arange.start_step", "aten.argmax.default", "aten.index.Tensor"}),
+    ),
     "positions": Case(
         "unsupported-type",
         lambda: Layers(
@@ -134,8 +142,12 @@ def lower(model: nn.Module, inputs: tuple[torch.Tensor, ...], **options: Any) ->
     return bytes(manager.to_executorch().buffer), partitioner.report
 
 
+def findings(pte: bytes) -> list[Finding]:
+    return check(models_of_pte(PteProgram.open(pte)).checked)
+
+
 def rules_in(pte: bytes) -> set[str]:
-    return {f.rule.name for f in check(models_of_pte(PteProgram.open(pte)).checked)}
+    return {f.rule.name for f in findings(pte)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -144,7 +156,9 @@ def test_the_finding_is_gone_and_executorch_has_the_kernels(name: str) -> None:
     torch.manual_seed(0)
     model, inputs = case.model(), case.inputs()
     expected = model(*inputs)
-    assert case.rule in rules_in(lower(model, inputs)[0])
+    plain = [f for f in findings(lower(model, inputs)[0]) if f.rule.name == case.rule]
+    assert plain
+    assert not [f for f in plain if f.rewrite is None]
     pte, report = lower(model, inputs, device=NEURAL_ENGINE)
     assert case.rule not in rules_in(pte)
     assert {node.op for node in report.undelegated} == case.on_cpu
@@ -242,7 +256,9 @@ def test_what_would_split_a_partition_stays() -> None:
     pte, report = lower(model, (torch.randn(4, 32),), device=NEURAL_ENGINE)
     assert {node.op for node in report.undelegated} == {"aten.argmax.default"}
     assert len(report.partitions) == 1
-    assert "topk" in rules_in(pte)
+    (finding,) = findings(pte)
+    assert finding.rule.name == "topk"
+    assert finding.obstacle == "in the middle of the model, which would become two"
 
 
 def test_a_whole_graph_moves_nothing_to_the_cpu() -> None:

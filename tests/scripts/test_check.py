@@ -107,6 +107,22 @@ def test_text_names_place_reason_remedy_and_source(package, capsys):
     assert all(source.url in out for source in rule.sources)
 
 
+def test_text_says_why_a_finding_is_advice(capsys):
+    weight = np.ones((8, 8), np.float16)
+
+    def function(x):
+        values, _ = mb.topk(x=mb.linear(x=x, weight=weight), k=8, axis=-1)
+        return mb.linear(x=values, weight=weight)
+
+    files = package_files(builder_program(function, X, Opset.iOS16), Opset.iOS16)
+    with new_folder(files, Path("model.mlpackage")):
+        pass
+    assert main(["check", "model.mlpackage"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  not by --for: in the middle of the model, which would become two\n" in out
+    assert "done by: export --for neural-engine, if it splits no partition" not in out
+
+
 def test_a_program_without_fault(capsys):
     Path("tiny.pte").write_bytes(tiny_pte())
     capsys.readouterr()

@@ -26,6 +26,7 @@ _EXTRAS = {
     "gguf": ("gguf",),  # transformers finds accelerate by its metadata, which stay visible
     "jax": ("jax", "jaxlib"),
     "llm": ("safetensors", "tokenizers", "transformers"),
+    "timm": ("timm",),  # the extra installs those of [vision] too
     "vision": ("PIL", "torchvision"),
 }
 """Packages that only each extra installs."""
@@ -37,6 +38,7 @@ _LINES = (
     ("run tiny.pte", ()),
     ("run tiny.pte --input photo.png", ("vision",)),
     (f"verify {MODELS}:tiny tiny.pte", ()),
+    ("export timm:test_vit -o vit.pte", ("timm", "vision")),
     ("check tiny.pte", ()),
     ("trace tiny.pte", ()),
     ("profile tiny.pte --repeat 2", ()),

@@ -1,4 +1,4 @@
-"""Architectures whose precision is measured: torchvision's and transformers' own modules.
+"""Architectures whose precision is measured: modules of torchvision, timm and transformers.
 
 Weights are random, norms have the statistics of a batch, widths are published, repeated layers are
 few, and inputs are small.
@@ -18,7 +18,7 @@ from support.torchvision_models import set_statistics
 from torch import Tensor, nn
 
 from coreml_delegate.patches.third_party import transformers
-from coreml_delegate.scripts.inputs.vision import import_torchvision
+from coreml_delegate.scripts.inputs.vision import build_timm_model, import_torchvision
 
 Build = Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
 
@@ -28,7 +28,8 @@ class Architecture:
     """One architecture.
 
     Attributes:
-        name: In the table: of torchvision's builder, or the model type of transformers.
+        name: In the table: of torchvision's builder, or the model type of transformers; of timm's
+            builder, after ``timm``.
         origin: The library.
         build: Returns the module in eval mode and inputs.
         quick: Whether ``make test`` measures it.
@@ -80,6 +81,44 @@ _CLASSIFIERS = {
 }
 _VIDEOS = {"mc3_18": (8, 56), "r2plus1d_18": (8, 56), "s3d": (16, 224)}
 _SEGMENTATIONS = {"deeplabv3_resnet50": 64}
+
+
+# timm
+
+
+def timm_model(name: str, size: int | None = None) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Build a model of timm.
+
+    Args:
+        name: Of the model.
+        size: Of the image, in pixels; None for the size that the model was trained with.
+    """
+    torch.manual_seed(0)
+    model, shape = build_timm_model(name)
+    if size is not None:
+        shape = (*shape[:2], size, size)
+    set_statistics(randomize(model), torch.randn(2, *shape[1:]))
+    return model.eval(), (torch.randn(shape),)
+
+
+# Name -> size of the image, in pixels; None where positions or windows fix it.
+_TIMM: Mapping[str, int | None] = {
+    "convnextv2_atto": 96,
+    "crossvit_9_240": None,
+    "dm_nfnet_f0": 64,
+    "edgenext_xx_small": 96,
+    "efficientvit_b0": 96,
+    "eva02_tiny_patch14_224": None,
+    "fastvit_t8": 96,
+    "ghostnetv2_100": 96,
+    "levit_128s": None,
+    "mobilevit_xxs": 96,
+    "poolformer_s12": 96,
+    "repvgg_a0": 96,
+    "res2net50_14w_8s": 96,
+    "tinynet_e": 96,
+    "xcit_nano_12_p16_224": None,
+}
 
 
 # transformers
@@ -322,6 +361,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             **{name: partial(_video, name, *sizes) for name, sizes in _VIDEOS.items()},
             **{name: partial(_segmentation, name, size) for name, size in _SEGMENTATIONS.items()},
         },
+    ),
+    *_rows(
+        "timm",
+        {f"timm {name}": partial(timm_model, name, size) for name, size in _TIMM.items()},
     ),
     *_rows(
         "transformers",

@@ -285,26 +285,24 @@ class ComparedOp:
 def compare_plan(
     planned: Sequence[PlannedOp], findings: Sequence[Finding], delegate: str
 ) -> list[ComparedOp]:
-    """Pair each operation of a plan with the predictions of the rules."""
+    """Pair each operation of a plan with the predictions of the rules.
+
+    A finding without operations applies to all operations of its function.
+    """
     leaving = [
-        finding
+        (finding, {place.name for place in finding.details.places if place.location is not None})
         for finding in findings
         if finding.rule.consequence is Consequence.LEAVES_NEURAL_ENGINE
         and set(finding.details.delegate.split(", ")) & set(delegate.split(", "))
     ]
-    return [
-        ComparedOp(op, tuple(dict.fromkeys(f.rule.name for f in leaving if _applies_to(f, op))))
-        for op in planned
-    ]
 
+    def rules_about(op: PlannedOp) -> Iterator[str]:
+        for finding, outputs in leaving:
+            is_in_function = finding.details.function in (None, op.function)
+            if is_in_function and (not outputs or op.output in outputs):
+                yield finding.rule.name
 
-def _applies_to(finding: Finding, op: PlannedOp) -> bool:
-    """Whether a finding applies to an operation; a finding without ops applies to its function."""
-    details = finding.details
-    if details.function not in (None, op.function):
-        return False
-    outputs = {place.name for place in details.places if place.location is not None}
-    return op.output in outputs if outputs else True
+    return [ComparedOp(op, tuple(dict.fromkeys(rules_about(op)))) for op in planned]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from coreml_delegate.quantization import QuantizationAssignment
     from coreml_delegate.runtime.program.plan import MethodInfo
     from coreml_delegate.scripts.quantization_options import QuantizationSummary
+
+    _Check = Callable[[], tuple[list[Finding], list[ProcessorShare]]]
 
 _PAGE = ".html"
 _OTHER_MODELS = frozenset({".mlmodel", ".mlmodelc"})
@@ -144,11 +146,12 @@ def run(args: argparse.Namespace) -> int:
     if program is not None and is_package:
         require_states(report)
         package = package_files(program.buffer, inputs, interface)
-    _write(args, output, program, package, source, report)
+    checked = cache(partial(_checked, report, program))
+    _write(args, output, program, package, source, report, checked)
     if sizes is not None and program is not None:
         sizes = sizes.with_program(program.buffer)
     is_shaped = program is not None and args.device is not None
-    shares = _checked(report, program)[1] if is_shaped else []
+    shares = checked()[1] if is_shaped else []
     _print(report, sizes, shares, as_json=args.json)
     if args.strict or args.full_graph:
         report.require_complete()
@@ -180,10 +183,11 @@ def _write(
     package: Mapping[str, Buffer] | None,
     source: SourceModel,
     report: DelegationReport,
+    checked: _Check,
 ) -> None:
     """Write the program, its reports, ETRecord and bundle: all files, or none of them."""
     content: dict[Path, Callable[[], bytes]] = {
-        path: partial(_page, report, program)
+        path: partial(_page, report, checked)
         if path.suffix == _PAGE and output is not None
         else partial(_report, report, path.suffix)
         for path in args.report
@@ -206,11 +210,11 @@ def _report(report: DelegationReport, suffix: str) -> bytes:
     return _FORMS[suffix](report).encode()
 
 
-def _page(report: DelegationReport, program: Any) -> bytes:
+def _page(report: DelegationReport, checked: _Check) -> bytes:
     """Return the report's page, with the findings of ``check`` for the program."""
     from coreml_delegate.scripts.device_findings import page_rows
 
-    findings, shares = _checked(report, program)
+    findings, shares = checked()
     return report.to_html(device=page_rows(findings), processors=list(map(str, shares))).encode()
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
+from coreml_delegate.errors import LoweringError, OptionError, UnsupportedOperatorError
 from coreml_delegate.exported.containers import input_names_of
 from coreml_delegate.exported.value_names import OUTPUT
 from coreml_delegate.formats.blob import Buffer
-from coreml_delegate.formats.files import write_folder
-from coreml_delegate.formats.mlpackage import empty_folders
+from coreml_delegate.formats.files import require_absent, write_folder
+from coreml_delegate.formats.mlpackage import SUFFIX, empty_folders
 from coreml_delegate.lowering.interface import Ports, declare_interface
 from coreml_delegate.options.model_interface import ModelInterface
 from coreml_delegate.partition.export import lower_methods
@@ -52,7 +52,7 @@ def save_mlpackage(
 
     Args:
         program: From ``torch.export``.
-        path: The folder to write.
+        path: The package to write, a folder ``NAME.mlpackage``.
         partitioner: It must leave no call to the CPU; None for
             ``CoreMLPartitioner(lower_full_graph=True)``.
         interface: Names, images, labels and description; None for the names of the model.
@@ -63,9 +63,13 @@ def save_mlpackage(
 
     Raises:
         LoweringError: Core ML cannot take the whole program; the message lists the calls.
-        OptionError: The interface does not fit the program.
+        OptionError: The interface does not fit the program, or ``path`` has another suffix.
         ProgramError: ``path`` exists and ``overwrite`` is false.
     """
+    path = Path(path)
+    if path.suffix != SUFFIX:
+        raise OptionError("unknown kind of file", got=str(path), expected=SUFFIX)
+    require_absent(path, overwrite=overwrite)  # before the work
     partitioner = partitioner or CoreMLPartitioner(lower_full_graph=True)
     inputs = example_inputs(program)
     with naming_the_remedy():
@@ -73,7 +77,7 @@ def save_mlpackage(
         partitioner.report.require_complete()
     require_states(partitioner.report)
     files = package_files(lowered.buffer, inputs, interface or ModelInterface())
-    write_folder(files, Path(path), folders=empty_folders(files), overwrite=overwrite)
+    write_folder(files, path, folders=empty_folders(files), overwrite=overwrite)
     return partitioner.report
 
 

@@ -67,6 +67,7 @@ from coreml_delegate.transforms.executorch_gaps import (
 )
 from coreml_delegate.transforms.for_devices import shape_for_neural_engine
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
+from coreml_delegate.transforms.row_major import keep_row_major
 
 _INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
 """Applied once to a program, before its control flow."""
@@ -118,6 +119,8 @@ def transform(
     """
     for rewrite in _INTERFACE_TRANSFORMS:
         program = rewrite(program)
+    if not options.demands_everything:
+        program = keep_row_major(program)
     if options.moves_calls:
         program = shape_for_neural_engine(program, do_not_delegate)
     return _transform(program, options, notes)
@@ -293,10 +296,7 @@ class Partitioning:
         """Return the composite calls that the user excludes, also in branches."""
         modules = [m for m in self._program.graph_module.modules() if isinstance(m, GraphModule)]
         calls = (
-            node
-            for module in modules
-            for node in module.graph.nodes
-            if isinstance(node.target, OpOverload) and is_composite(node.target)
+            node for module in modules for node in module.graph.nodes if is_composite(node.target)
         )
         reasons = ((call, self._filters.refusal(call)) for call in calls)
         return {call: reason for call, reason in reasons if reason is not None}

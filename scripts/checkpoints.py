@@ -60,10 +60,11 @@ def config_path(args: argparse.Namespace) -> Path:
 
 
 def tokenizer_copy(args: argparse.Namespace) -> dict[Path, Callable[[], bytes]]:
-    """Return the path for a copy of the checkpoint's tokenizer, with its reader, or nothing."""
-    folder: Path | None = args.checkpoint
-    if folder is None:
-        return {}
+    """Return the path for a copy of the tokenizer, with its reader, or nothing.
+
+    It lies in the folder of the checkpoint or of the configuration.
+    """
+    folder: Path = args.random.parent if args.checkpoint is None else args.checkpoint
     if folder.suffix.lower() == ".gguf":
         return {arguments.beside(args.output, arguments.TOKENIZERS[0]): partial(_read_gguf, folder)}
     sources = (folder / name for name in arguments.TOKENIZERS)

@@ -1,4 +1,4 @@
-"""Compare a program's outputs with those of the model it was made from."""
+"""Compare a program's outputs with the outputs of its model in PyTorch."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def interface_of(args: argparse.Namespace, path: Path | None) -> ModelInterface:
         option.argument.flag
         for option in options_of(ModelInterface)
         if option.argument is not None
-        and getattr(args, option.argument.flag[2:].replace("-", "_")) not in (None, False)
+        and getattr(args, option.argument.attribute) not in (None, False)
     ]
     if used_options and not is_package(path):
         raise OptionError(

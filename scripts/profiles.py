@@ -70,7 +70,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The times of one method in milliseconds; each tuple has one number for each run.
+    """The times of a method in milliseconds; each tuple has a number for each run.
 
     Attributes:
         delegates: Times of each delegate, in order of execution.

@@ -102,10 +102,15 @@ def read_plan(path: Path) -> ComputePlan:
         raise error.prefixed(f"{file}: ") from error
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise OptionError(
-            f"{file} is a malformed compute plan", got=f"{type(error).__name__}: {error}"
+            f"{file} is a malformed compute plan",
+            got=f"{type(error).__name__}: {error}",
+            remedy="Write the plan anew, as docs/evidence.md says",
         ) from error
     if not plan.operations:
-        raise OptionError(f"{file} is a compute plan without operations")
+        raise OptionError(
+            f"{file} is a compute plan without operations",
+            remedy="Write the plan of a model that computes something",
+        )
     return plan
 
 

@@ -283,7 +283,11 @@ RULES = (
         sources=(sources.PALETTES,),
         examine=_each_weight(_few_values),
         neural_engine=False,
-        rewrite=Rewrite(tuple(Device), (tables_of_few_values,), "from iOS16 on"),
+        rewrite=Rewrite(
+            tuple(Device),
+            (tables_of_few_values,),
+            "from iOS16 on, if all operations that read it take tables",
+        ),
     ),
     Rule(
         name="duplicate-weights",

@@ -87,7 +87,7 @@ def _matches(pattern: ModulePattern, scope: Scope) -> bool:
 
 
 def ancestor_paths(path: str) -> Iterator[str]:
-    """Yield a path and its parents, including containers that are never called (``ModuleList``)."""
+    """Yield a path and all of its parents, uncalled containers like ``ModuleList`` included."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -101,10 +101,7 @@ def new_folder(
         ProgramError: ``destination`` exists and ``overwrite`` is false.
         OSError: The parent folder cannot be written.
     """
-    if destination.exists() and not overwrite:
-        raise ProgramError(
-            "output exists", got=str(destination), remedy="Pass overwrite=True to replace it"
-        )
+    require_absent(destination, overwrite=overwrite)
     with ExitStack() as undoing, naming(destination):
         undoing.enter_context(provisional_folder(destination.parent))
         temporary = undoing.enter_context(temporary_folder(destination))
@@ -121,6 +118,18 @@ def new_folder(
         if destination.exists():
             os.replace(destination, temporary / "old")
         os.replace(complete, destination)
+
+
+def require_absent(destination: Path, *, overwrite: bool) -> None:
+    """Check that an output does not exist, or may be replaced.
+
+    Raises:
+        ProgramError: ``destination`` exists and ``overwrite`` is false.
+    """
+    if destination.exists() and not overwrite:
+        raise ProgramError(
+            "output exists", got=str(destination), remedy="Pass overwrite=True to replace it"
+        )
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def read(metadata: Mapping[str, str], function: str) -> Constants | None:
 
 
 def as_files(constants: Constants) -> Files:
-    """Return the constants that ``write`` does not store, as files beside those of a blob."""
+    """Return constants as further files of a blob, in place of metadata by ``write``."""
     return {
         f"{_FOLDER}{name}": np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
         for name, value in constants.items()

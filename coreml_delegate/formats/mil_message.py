@@ -209,10 +209,9 @@ class FunctionEditor:
             All new names, by old names.
         """
         final_names = set(new_names.values())
-        renamed = dict(new_names)
-        for name in sorted(final_names & self.names - new_names.keys()):
-            self.names |= final_names
-            renamed[name] = self.fresh(name)
+        clashing = sorted(final_names & (self.names - new_names.keys()))
+        self.names |= final_names
+        renamed = {**new_names, **{name: self.fresh(name) for name in clashing}}
         for value in self.message.inputs:
             value.name = renamed.get(value.name, value.name)
         for operation in _walk(self.block):

@@ -300,8 +300,10 @@ class Executable:
             files = self.files if interface is None else declare_interface(self.files, interface)
             with new_folder(files, path, overwrite=True):
                 return
-        if path.suffix != ".pte" or interface is not None:
+        if path.suffix != ".pte":
             raise OptionError("unknown kind of file", got=str(path), expected=".mlpackage or .pte")
+        if interface is not None:
+            raise OptionError(f"only an {SUFFIX} has an interface", got=str(path))
         model = in_folder(PACKAGE, dict(self.files))
         data = delegate_program(
             model, self.parameters, self.outputs, self.dimensions, self._settings.compile_options

@@ -31,15 +31,15 @@ _GELU_CUBIC = 0.044715
 def fused_nodes(scope: Scope, results: Sequence[Value]) -> list[Node]:
     """Return the nodes that compute values of a scope, in order, with layers fused."""
     nodes = [_fuse(node) for node in needed_nodes(scope, results)]
-    needed = set(results)
+    live_values = set(results)
     live_nodes: list[Node] = []
     for node in reversed(nodes):
-        if needed.isdisjoint(node.results):
+        if live_values.isdisjoint(node.results):
             continue
         live_nodes.append(node)
-        needed.update(node.operands)
+        live_values.update(node.operands)
         for closure in node.closures.values():
-            needed.update(_used_values(closure))
+            live_values.update(_used_values(closure))
     return live_nodes[::-1]
 
 

@@ -196,14 +196,14 @@ def _check_types(what: str, values: Sequence[Value], expected: Sequence[TensorTy
 
 def needed_nodes(scope: Scope, results: Sequence[Value]) -> Iterator[Node]:
     """Return an iterator over the nodes of a scope that results depend on, in creation order."""
-    needed: set[Node] = set()
+    nodes: set[Node] = set()
     pending = [value.node for value in results]
     while pending:
         node = pending.pop()
-        if node in needed:
+        if node in nodes:
             continue
-        needed.add(node)
+        nodes.add(node)
         pending.extend(operand.node for operand in node.operands)
         for closure in node.closures.values():
             pending.extend(value.node for value in closure.results)
-    return (node for node in scope.nodes if node in needed)
+    return (node for node in scope.nodes if node in nodes)

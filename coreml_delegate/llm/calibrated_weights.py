@@ -130,7 +130,7 @@ def _hooks(layers: Iterable[nn.Module], hook: Callable[..., Any]) -> Generator[N
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Import coremltools' compressors; drop their progress and what they import warns about."""
+    """Import coremltools' compressors without warnings, and hide their progress bars."""
     coremltools()
     with quiet_import():
         importlib.import_module("coremltools.optimize.torch")  # it sets the level of its logger

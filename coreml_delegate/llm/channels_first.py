@@ -152,9 +152,9 @@ class ChannelsFirst(Operand):
 
     def tensor(self) -> torch.Tensor:
         """Return a tensor in the order of the dimensions."""
-        rest = [axis for axis in range(_RANK) if axis not in self.order]
-        data = self.data.permute(*rest, *self.order)
-        return data.squeeze(tuple(range(len(rest)))) if rest else data
+        absent = [axis for axis in range(_RANK) if axis not in self.order]
+        data = self.data.permute(*absent, *self.order)
+        return data.squeeze(tuple(range(len(absent)))) if absent else data
 
     @classmethod
     def apply(cls, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -189,8 +189,8 @@ class Parts(Operand):
             LoweringError: The function combines elements, or operands beside numbers.
         """
         (parts,) = [arg for arg in args if isinstance(arg, Parts)]
-        others = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()]
-        if _RULES.get(function) is not _elementwise or others:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim()]
+        if _RULES.get(function) is not _elementwise or tensors:
             raise _unsupported(function, args)
         return cls(
             [function(*(p if a is parts else a for a in args), **kwargs) for p in parts.parts]
@@ -302,8 +302,8 @@ def _mean(x: ChannelsFirst, dim: int, *, keepdim: bool = False) -> ChannelsFirst
 def _reshape(x: ChannelsFirst, *shape: Any) -> ChannelsFirst:
     sizes = [int(size) for size in (shape[0] if not isinstance(shape[0], int) else shape)]
     if -1 in sizes:
-        rest = math.prod(size for size in sizes if size != -1)
-        sizes[sizes.index(-1)] = math.prod(x.shape) // rest
+        product = math.prod(size for size in sizes if size != -1)
+        sizes[sizes.index(-1)] = math.prod(x.shape) // product
     if sizes == list(x.shape):
         return x
     same = sizes[:2] == list(x.shape[:2])
@@ -370,7 +370,7 @@ _ELEMENTWISE = (
     *("relu", "rsqrt", "sigmoid", "silu", "softplus", "sqrt", "square", "sub", "tanh", "truediv"),
 )
 
-_OTHERS: Mapping[str, Callable[..., Any]] = {
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "chunk": _chunk,
     "cat": _concatenate,
     "contiguous": _unchanged,
@@ -393,7 +393,7 @@ _OTHERS: Mapping[str, Callable[..., Any]] = {
 
 def _rules() -> dict[Any, Callable[..., Any]]:
     """Return the rule of each function, under all of its names in torch."""
-    rules = {name: _elementwise for name in _ELEMENTWISE} | dict(_OTHERS)
+    rules = {name: _elementwise for name in _ELEMENTWISE} | dict(_FUNCTIONS)
     homes = (torch, torch.Tensor, functional, operator)
     return {
         getattr(home, name): rule

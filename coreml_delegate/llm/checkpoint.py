@@ -140,7 +140,7 @@ def _refuse_kind(path: Path, kind: str, *, text_only: bool) -> None:
 
 
 def unsupported_images(config: Any) -> str | None:
-    """Return what is not supported about the images of a model whose text is; None without."""
+    """Return why a model's images are not supported, if its text is; None without images."""
     kind = config.model_type
     if kind in FAMILIES or config.is_encoder_decoder or not _is_mapped(kind, _IMAGE_READERS):
         return None

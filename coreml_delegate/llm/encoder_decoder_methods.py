@@ -230,7 +230,7 @@ class StandardTextDecoder(CacheBuffers):
 
 
 class _AdvanceToken(_Method):
-    """A token, with caches that are only read."""
+    """A token; the caches are read, and not written."""
 
     def forward(
         self, tokens: torch.Tensor, encoded: torch.Tensor, position: torch.Tensor, caches: Tensors

@@ -89,8 +89,13 @@ def generate(
         try:
             with _redirected(_STDERR, log), _redirected(_STDOUT, output):
                 binding = _binding()
+                # Without a number the runner leaves out the tokens that the tokenizer's template
+                # adds to a text; with 1 it encodes as FileTokenizer does.
                 config = binding.GenerationConfig(
-                    echo=False, temperature=temperature, max_new_tokens=min(room, limit or room)
+                    echo=False,
+                    temperature=temperature,
+                    max_new_tokens=min(room, limit or room),
+                    num_bos=1,
                 )
                 runner = binding.TextLLMRunner(str(path), str(tokenizer_file(tokenizer)))
                 runner.generate(prompt, config, None, stats.append)

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from coreml_delegate.errors import InputError, OptionError
-from coreml_delegate.llm.tokenizer import tokenizer_file
+from coreml_delegate.llm.tokenizer import BYTES, tokenizer_file
 from coreml_delegate.patches.third_party import import_optional
 
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_BYTES = 256
 _NO_TOKEN = "NoExtensionBias"  # error of the library
 _BYTE_TOKENIZER = "byte"  # name in llguidance of the tokenizer whose tokens are bytes
 
@@ -155,7 +154,7 @@ def _read_tokenizer(path: Path | None, vocabulary: int) -> Any:
     """Return the library's tokenizer."""
     library = import_optional("llguidance")
     if path is None:
-        return library.LLTokenizer(_BYTE_TOKENIZER, n_vocab=max(vocabulary, _BYTES + 1))
+        return library.LLTokenizer(_BYTE_TOKENIZER, n_vocab=max(vocabulary, BYTES + 1))
     file = tokenizer_file(path)
     try:
         return library.LLTokenizer(file.read_text(encoding="utf-8"), n_vocab=vocabulary)

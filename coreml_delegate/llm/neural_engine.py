@@ -158,7 +158,7 @@ class NeuralEngineDecoder(Decoder):
                 )
 
     def _cut(self, pieces: int) -> None:
-        """Cut the layers into pieces, of which the last has the head.
+        """Cut the layers into pieces; the last piece has the head.
 
         Raises:
             OptionError: There are more pieces than layers.
@@ -243,11 +243,11 @@ def pieces_of_layers(sizes: Sequence[int], pieces: int) -> list[int]:
     count, total, before = len(sizes) - 1, sum(sizes), 0
     result: list[int] = []
     for index, size in enumerate(sizes[:count]):
-        wanted = min(pieces * (2 * before + size) // (2 * total), pieces - 1)
+        balanced = min(pieces * (2 * before + size) // (2 * total), pieces - 1)
         last = result[-1] if result else -1
         # As many layers are left as there are pieces to begin, and each begins after the last.
         least = pieces - (count - index)
-        result.append(max(least, 0 if last < 0 else min(wanted, last + 1)))
+        result.append(max(least, 0 if last < 0 else min(balanced, last + 1)))
         before += size
     return result
 

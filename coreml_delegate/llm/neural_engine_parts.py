@@ -250,7 +250,7 @@ class PieceHook:
         """Return the arguments of the layer, as values of its piece."""
         del layer
         call: Any = current_call()
-        hidden, *rest = args
+        hidden, *further = args
         if self._boundary is not None:
             call.begin_piece()
             # A last dimension of a few tokens would be padded.
@@ -260,7 +260,7 @@ class PieceHook:
             name: call.rotation(value.key) if isinstance(value, Rotated) else value
             for name, value in kwargs.items()
         }
-        return (hidden, *rest), own
+        return (hidden, *further), own
 
 
 # Modules in place of others

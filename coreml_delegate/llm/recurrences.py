@@ -211,7 +211,7 @@ def chunk_scan(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mamba 2's recurrence (SSD, arXiv:2405.21060) as matrix products; every head has one decay.
+    """Mamba 2's recurrence (SSD, arXiv:2405.21060) as matrix products; each head has a decay.
 
     h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T; y_t = h_t C_t + D x_t. As attention without softmax:
     y_t = sum_(s<=t) (C_t . B_s) d(s, t) dt_s x_s + d(0, t) h_0 C_t + D x_t, where d(s, t) is the

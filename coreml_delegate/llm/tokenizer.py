@@ -10,7 +10,8 @@ from coreml_delegate.errors import OptionError
 from coreml_delegate.patches.third_party import import_optional
 
 TOKENIZER = "tokenizer.json"
-_BYTES = 256
+BYTES = 256
+"""Number of tokens that are bytes."""
 _MOST_SPECIAL = 16  # tokens of a byte vocabulary that are not bytes
 _REPLACEMENT = "\ufffd"  # for the bytes of an incomplete character
 IMAGE = "<image>"
@@ -51,7 +52,7 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See ``Tokenizer``."""
-        return bytes(token for token in tokens if token < _BYTES).decode(errors="replace")
+        return bytes(token for token in tokens if token < BYTES).decode(errors="replace")
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -111,12 +112,48 @@ def load_tokenizer(
     """
     if path is not None:
         return FileTokenizer(path)
-    if not _BYTES <= vocabulary <= _BYTES + _MOST_SPECIAL:
+    if not BYTES <= vocabulary <= BYTES + _MOST_SPECIAL:
         raise OptionError(
             f"the model has {vocabulary} tokens, which are not bytes",
             remedy="Pass --tokenizer with the model's tokenizer.json",
         )
     return ByteTokenizer(bos, image)
+
+
+def byte_tokenizer(vocabulary: int, bos: int | None = None, image: int | None = None) -> bytes:
+    """Return the ``tokenizer.json`` of ``ByteTokenizer``, for runners that need a file.
+
+    A token above 255 has its number as text, ``⟨300⟩``, so that a model with any vocabulary and
+    random weights writes something.
+
+    Args:
+        vocabulary: Number of tokens of the model, at least 256.
+        bos: Token before every text, or None.
+        image: Token of the text ``IMAGE``, or None.
+
+    Raises:
+        OptionError: The ``tokenizers`` package is not installed.
+    """
+    tokenizers = import_optional("tokenizers")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    # Byte-level BPE writes a byte that is no printable character as a character above 255.
+    alphabet = sorted(byte_level.alphabet())
+    moved = (character for character in alphabet if ord(character) >= BYTES)
+    names = {byte: chr(byte) if chr(byte) in alphabet else next(moved) for byte in range(BYTES)}
+    names |= {token: f"⟨{token}⟩" for token in range(BYTES, vocabulary)}
+    if image is not None:
+        names[image] = IMAGE
+    tokens = {name: token for token, name in names.items()}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=tokens, merges=[]))
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if image is not None:
+        tokenizer.add_special_tokens([IMAGE])
+    if bos is not None:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{names[bos]} $A", special_tokens=[(names[bos], bos)]
+        )
+    return str(tokenizer.to_str()).encode()
 
 
 class TextStream:

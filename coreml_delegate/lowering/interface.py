@@ -10,6 +10,7 @@ Source: coremltools 9.0, ``ImageType`` and ``ClassifierConfig`` of ``convert``, 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -444,5 +445,6 @@ def _set_image(
 def _unique(name: str, names: Iterable[str]) -> str:
     """Return ``name``, with ``_out`` or a number if ``names`` have it already."""
     existing = set(names)
-    candidates = (name, f"{name}_out", *(f"{name}_{number}" for number in range(len(existing))))
+    numbered = (f"{name}_{number}" for number in itertools.count())
+    candidates = itertools.chain((name, f"{name}_out"), numbered)
     return next(candidate for candidate in candidates if candidate not in existing)

@@ -138,8 +138,8 @@ def _rewrite_reads(
 def _rewrite_write(program: ExportedProgram, buffer: _Buffer) -> None:
     """Cast and reshape the buffer's new value to the state's dtype and shape."""
     output = program.graph.output_node()
-    value = next(n for n in program.graph.nodes if n.name == buffer.mutation.arg.name)
-    new = value
+    value = _new_value(program, buffer)
+    new: Any = value
     if buffer.dtype is torch.float16 and _is_cast_of_fp32(value):
         new = value.args[0]  # Core ML rounds it itself
     elif buffer.dtype is not torch.float32:
@@ -147,12 +147,7 @@ def _rewrite_write(program: ExportedProgram, buffer: _Buffer) -> None:
     if not value.meta["val"].dim():
         new = insert(output, ATEN.view_copy.default, new, [1])
     if new is not value:
-        position = program.graph_signature.output_specs.index(buffer.mutation)
-        old_results: Any = output.args[0]
-        results: list[Any] = list(old_results)
-        results[position] = new
-        output.args = (tuple(results),)
-        buffer.mutation.arg = TensorArgument(new.name)
+        _set_new_value(program, buffer, new)
 
 
 def _widen(program: ExportedProgram, buffer: _Buffer, count: int, first: Node) -> None:
@@ -166,13 +161,23 @@ def _widen(program: ExportedProgram, buffer: _Buffer, count: int, first: Node) -
     narrowed = insert(start, ATEN.slice_copy.Tensor, node, -1, 0, width)
     for user in users:
         user.replace_input_with(node, narrowed)
+    output, value = program.graph.output_node(), _new_value(program, buffer)
+    padded = insert(output, ATEN.constant_pad_nd.default, value, [0, count])
+    _set_new_value(program, buffer, padded)
+
+
+def _new_value(program: ExportedProgram, buffer: _Buffer) -> Node:
+    """Return the result that a run writes to the buffer."""
+    return next(n for n in program.graph.nodes if n.name == buffer.mutation.arg.name)
+
+
+def _set_new_value(program: ExportedProgram, buffer: _Buffer, value: Node) -> None:
+    """Let a run write another result to the buffer."""
     output = program.graph.output_node()
-    position = program.graph_signature.output_specs.index(buffer.mutation)
     old_results: Any = output.args[0]
-    results: list[Any] = list(old_results)
-    results[position] = insert(output, ATEN.constant_pad_nd.default, results[position], [0, count])
-    output.args = (tuple(results),)
-    buffer.mutation.arg = TensorArgument(results[position].name)
+    position = program.graph_signature.output_specs.index(buffer.mutation)
+    output.args = ((*old_results[:position], value, *old_results[position + 1 :]),)
+    buffer.mutation.arg = TensorArgument(value.name)
 
 
 def _is_cast_of_fp32(value: Node) -> bool:

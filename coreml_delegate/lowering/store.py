@@ -122,11 +122,11 @@ class CachedBlob:
     @contextmanager
     def lent(self) -> Generator[None]:
         """Keep the files when they are handed over within the block."""
-        kept = self.files, self.constants, self.fp32_constants
+        content = self.files, self.constants, self.fp32_constants
         try:
             yield
         finally:
-            self.files, self.constants, self.fp32_constants = kept
+            self.files, self.constants, self.fp32_constants = content
 
     def hand_over(self) -> Files | None:
         """Return the files and drop them from the record; None the second time."""

@@ -200,7 +200,7 @@ def _scatter_call(node: Node, scatter: _Scatter) -> tuple[Any, ...]:
 
 
 def _overwrite_indexed(node: Node, scatter: _Scatter, identity: int | None) -> _Scatter:
-    """Overwrite indexed elements with the identity, or with one of their sources if it is None."""
+    """Overwrite indexed elements with the identity; if it is None, each with any of its sources."""
     source = scatter.source if identity is None else _fill_like(node, scatter.indices, identity)
     data = insert(node, ATEN.scatter.src, *scatter[:3], source)
     return scatter._replace(data=data)

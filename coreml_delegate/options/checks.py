@@ -110,6 +110,13 @@ def number(name: str, value: Any) -> float:
     return float(value)
 
 
+def positive_number(name: str, value: Any) -> float:
+    """Check that the value is a finite number above 0."""
+    if number(name, value) <= 0:
+        raise refused(name, "must be above 0", value)
+    return float(value)
+
+
 def function(of: str) -> Check:
     """Return a check that the value is a function; ``of`` describes its arguments in messages."""
 

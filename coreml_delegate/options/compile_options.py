@@ -326,7 +326,8 @@ class CompileOptions:
     device: Device | None = option(
         default=None,
         check=optional(member(Device, texts=values_of(Device))),
-        doc="Processor to shape the program for, see ``docs/check.md``; None to leave it as it is.",
+        doc="Processor to shape the program for, by rewrites of operations that it does not run "
+        "well, and calls left to the CPU; see ``docs/check.md``. None for no processor.",
         argument=Argument("--for", choices=values_of(Device), dest="device"),
         is_in_recipes=True,
         spec=_enum_form("device", Device),

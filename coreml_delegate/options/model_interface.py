@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,14 +189,22 @@ def _pair_of(text: str) -> tuple[str, str]:
 def _read_labels(path: Path) -> tuple[str, ...]:
     """Read the labels of a file, one a line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise OptionError("cannot read the labels", got=str(error)) from error
+        raise OptionError(
+            f"cannot read the labels in {path}",
+            got=getattr(error, "strerror", None) or str(error),
+            expected="a text file in UTF-8 with a label on each line",
+        ) from error
     labels = [line.strip() for line in lines]
     while labels and not labels[-1]:
         labels.pop()
     if not all(labels):
-        raise OptionError(f"{path} has an empty line", got=f"line {labels.index('') + 1}")
+        raise OptionError(
+            f"{path} has an empty line",
+            got=f"line {labels.index('') + 1}",
+            expected="a label on each line",
+        )
     return tuple(labels)
 
 
@@ -205,10 +214,12 @@ def _check_labels(name: str, value: Any) -> tuple[str, ...] | Path:
     labels = list_of("texts", str)(name, value)
     if not labels:
         raise OptionError(f"{name} are empty", expected="a label for each class")
-    if repeated := next((label for label in labels if labels.count(label) > 1), None):
-        # Probabilities are a dictionary by label.
+    label, count = Counter(labels).most_common(1)[0]
+    if count > 1:
         raise OptionError(
-            f"{name} have a label twice", got=repr(repeated), expected="unique labels"
+            f"{name} have a label twice",
+            got=repr(label),
+            expected="a different label for each class, because probabilities are by label",
         )
     return labels
 
@@ -247,7 +258,7 @@ def feature_name(name: str) -> str:
 def _check_new_name(name: str, value: Any) -> str:
     if not isinstance(value, str) or feature_name(value) != value:
         raise OptionError(
-            f"{name} has a name that Core ML does not take",
+            f"Core ML does not take a name in {name}",
             got=repr(value),
             expected="letters, digits and _, no digit first, and no word of MIL such as state",
         )

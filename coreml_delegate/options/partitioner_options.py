@@ -16,8 +16,8 @@ from coreml_delegate.options.checks import (
     function,
     list_of,
     member,
-    number,
     positive,
+    positive_number,
     values_of,
 )
 from coreml_delegate.options.checks import optional as or_none
@@ -164,7 +164,7 @@ class PartitionerKeywords:
     )
     min_sqnr_db: float = option(
         default=MIN_SQNR_DB,
-        check=number,
+        check=positive_number,
         doc='With ``compute_precision="auto"``, the ratio of signal to error in dB that every '
         "floating-point output has to reach; integers and booleans have to be equal.",
         argument=Argument(

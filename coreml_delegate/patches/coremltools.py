@@ -39,8 +39,7 @@ def _patch(
     target: str, replacement: Callable[..., Any], reason: str, issue: int | None = None
 ) -> Patch:
     """Return a row of ``module:function`` or ``module:Class.method``."""
-    separator = "." if "." in target.rpartition(":")[2] else ":"
-    owner, _, name = target.rpartition(separator)
+    owner, _, name = target.rpartition("." if "." in target.rpartition(":")[2] else ":")
     address = None if issue is None else f"https://github.com/apple/coremltools/issues/{issue}"
     import_owner = partial(pkgutil.resolve_name, owner)
     return Patch(import_owner, name, replacement, reason, address, "coremltools", ("9.0",))
@@ -126,6 +125,14 @@ def _visit_operands(visit: Callable[..., None]) -> Callable[..., None]:
     return visit_op
 
 
+def _move_updates(move: Callable[..., None]) -> Callable[..., None]:
+    def move_updates(self: Any, op: Any, block: Any, _: Any) -> None:
+        if self._try_find_child_coreml_update_state_ops(op):
+            move(self, op, block, list(block.operations))
+
+    return move_updates
+
+
 def _dequantize_unsigned(dequantize: Callable[..., Any]) -> Callable[..., Any]:
     def constexpr_affine_dequantize(quantized_data: Any, zero_point: Any, **keywords: Any) -> Any:
         data, zero = _as_unsigned(quantized_data), _as_unsigned(zero_point)
@@ -202,6 +209,12 @@ WORKAROUNDS = (
         2784,
     ),
     _patch(
+        f"{_PASSES}.optimize_state:canonicalize_inplace_pattern._try_match_and_transform_pattern",
+        _move_updates,
+        "It fails on two states whose new values come one after the other: it inserts an op before"
+        " one that it has removed.",
+    ),
+    _patch(
         f"{_BUILDER}.constexpr_affine_dequantize",
         _dequantize_unsigned,
         "Below iOS18, GPU and neural engine dequantize int8 weights wrongly: they and their zero"
@@ -275,8 +288,7 @@ PALETTES_WITH_SCALES = (
 OVERFLOW_CHECK = _patch(
     f"{_PASSES}.quantization:FP16ComputePrecision.fp16_overflow",
     _instead,
-    "It indexes each constant with int64, which takes several times the memory of the constant. The"
-    " state is a function of the op.",
+    "It takes several times the memory of each constant. The state is a function of the op.",
 )
 
 
@@ -306,34 +318,28 @@ AROUND_FP16_CAST = _patch(
     f"{_PASSES}.quantization:AbstractQuantizationPass.apply",
     _around_cast,
     "Rewrites for fp16 need to know which ops are cast; casts of constants, which a later pass"
-    " folds, show which constants fp16 loses. The state is a pair: a function of the program and"
-    " the selector of ops, before the casts, which returns another selector, and one of the program"
-    " with casts.",
+    " folds, show which constants fp16 loses. The state is a pair: a function of program and"
+    " selector of ops, which returns a selector, and a function of the program with casts.",
 )
 
 
-def _guard_others(handles: frozenset[int], guard: Callable[..., None]) -> Callable[..., None]:
+def _guard_others(handles: frozenset[int], guard: Callable[..., None]) -> Callable[..., Any]:
     source = pkgutil.resolve_name(f"{_MIL}.scope:ScopeSource").EXIR_DEBUG_HANDLE
-    return lambda op, block: (
-        None if handles & set(op.scopes.get(source) or ()) else guard(op, block)
-    )
+    return lambda op, block: not handles & set(op.scopes.get(source) or ()) and guard(op, block)
 
 
 GUARD_INDICES = _patch(
     f"{_PASSES}.optimize_tensor_operation:guard_negative_gather_indices"
     "._try_match_and_transform_pattern",
     _guard_others,
-    "From iOS17 on each lookup gets ops that make negative indices positive, which an embedding"
-    " never has, and which the neural engine does not run. The state has the handles of the lookups"
-    " to leave alone.",
+    "From iOS17 on each lookup gets ops that make negative indices positive, which the neural"
+    " engine does not run. The state has the handles of the lookups that stay without them.",
 )
 
 
-def _before_names(
-    rewrite: Callable[[Any], None], apply: Callable[..., None]
-) -> Callable[..., None]:
+def _before_names(step: Callable[[Any], None], apply: Callable[..., None]) -> Callable[..., None]:
     def apply_to_names(self: Any, program: Any) -> None:
-        rewrite(program)
+        step(program)
         apply(self, program)
 
     return apply_to_names
@@ -342,8 +348,7 @@ def _before_names(
 BEFORE_NAMES = _patch(
     "coremltools.converters.mil.backend.mil.passes.sanitize_name_strings:sanitize_name_strings.apply",
     _before_names,
-    "Rewrites for a device come after the passes that would undo them. The state is a function of"
-    " the program.",
+    "Other passes would undo rewrites for a device. The state is a function of the program.",
 )
 
 
@@ -363,10 +368,9 @@ def _record_compressed(
     compressed: list[bool], is_compressed: Callable[..., bool]
 ) -> Callable[..., bool]:
     def is_nonreplaceable_var(var: Any) -> bool:
-        if is_compressed(var):
+        if answer := is_compressed(var):
             compressed[:] = [True]
-            return True
-        return False
+        return answer
 
     return is_nonreplaceable_var
 
@@ -382,8 +386,7 @@ def _compare_in_chunks(compare: Callable[..., bool]) -> Callable[..., bool]:
         if not are_arrays or a.shape != b.shape or a.size <= _CHUNK:
             return compare(a, b, *arguments, **keywords)
         rows = max(1, _CHUNK // a[0].size)
-        starts = range(0, len(a), rows)
-        parts = ((a[start : start + rows], b[start : start + rows]) for start in starts)
+        parts = ((a[n : n + rows], b[n : n + rows]) for n in range(0, len(a), rows))
         return all(compare(*pair, *arguments, **keywords) for pair in parts)
 
     return allclose
@@ -406,14 +409,12 @@ VALIDATE_ENDS = _patch(
 COMPARE_IN_CHUNKS = _patch(
     "numpy:allclose",
     _compare_in_chunks,
-    "Constants that may be equal, as tied weights, are compared at once, which takes 24 times the"
-    " memory of integers of 8 bits.",
+    "Constants that may be equal are compared at once, which takes 24 times the memory of int8.",
 )
 WRITE_HALVES_UNCOPIED = _patch(
     "coremltools.converters.mil.backend.mil.helper:_get_offset_by_writing_data",
     _write_uncopied,
-    "An fp16 constant is copied twice to be written: a gigabyte each for the embedding table of"
-    " 128,000 tokens of 4,096 values.",
+    "An fp16 constant is copied twice to be written, the largest embeddings a gigabyte each.",
 )
 _RECORD_COMPRESSED = _patch(
     f"{_MIL}:Var._is_nonreplaceable_var",
@@ -486,8 +487,7 @@ SILENCE = tuple(
 TEMPORARY_FOLDER = _patch(
     "tempfile:gettempdir",
     lambda folder, _: lambda: folder,
-    "Weights and packages are written into temporary folders that are not always removed; the state"
-    " is the folder for them.",
+    "Coremltools does not always remove its temporary folders; the state is the folder for them.",
 )
 
 
@@ -543,7 +543,7 @@ RECORD_FAILURE = _patch(
 
 
 def registered_translations() -> Iterable[Callable[..., None]]:
-    """Return the translations of torch ops that are registered in the process."""
+    """Return the translations of torch ops in coremltools' registry."""
     registry = pkgutil.resolve_name(f"{_TORCH}.torch_op_registry:_TORCH_OPS_REGISTRY")
     return registry.name_to_func_mapping.values()
 

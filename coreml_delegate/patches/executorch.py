@@ -34,12 +34,12 @@ def hide_from_search(name: str, *, keep: type[Any], base: type[Any]) -> None:
         base: The class in between, a subclass of ``BackendDetails``.
     """
     details: Any = importlib.import_module("executorch.exir.backend.backend_details")
-    others: list[Any] = [
+    backends: list[Any] = [
         backend
         for backend in details.BackendDetails.__subclasses__()
         if backend.__name__ == name and backend is not keep
     ]
-    for backend in others:
+    for backend in backends:
         BACKEND_SEARCH.check()
         backend.__bases__ = tuple(
             base if b is details.BackendDetails else b for b in backend.__bases__

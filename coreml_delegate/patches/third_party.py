@@ -123,7 +123,7 @@ def leave_out_unused_packages() -> None:
 
 @contextmanager
 def _hidden(names: Iterable[str]) -> Generator[None]:
-    """Make packages that are not imported yet appear as not installed."""
+    """Make packages appear as not installed, unless they are imported already."""
     modules: dict[str, Any] = sys.modules
     absent = [name for name in names if name not in modules]
     modules.update(dict.fromkeys(absent))

@@ -30,7 +30,7 @@ _NAME = re.compile(r'loc\("([^"]*)"\(')
 
 
 def element_type(spelled: str, *, bfloat16_as_float32: bool) -> DType:
-    """Return the element type for MLIR's name, such as ``ui8``.
+    """Return the element type for MLIR's name of it, for example ``ui8``.
 
     Raises:
         UnsupportedOperatorError: Core ML cannot store its elements.

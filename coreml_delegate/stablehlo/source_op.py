@@ -232,7 +232,7 @@ class SourceOp:
         return self.argument(name) or ()
 
     def pairs(self, name: str) -> list[tuple[int, int]] | None:
-        """Return an attribute of pairs of integers, such as padding, or None."""
+        """Return an attribute of integer pairs, for example padding; None without it."""
         numbers = self.attribute(name, None)
         return None if numbers is None else [(int(low), int(high)) for low, high in numbers]
 

@@ -249,7 +249,7 @@ def express_equal_bags(program: ExportedProgram, inputs: Inputs = NO_INPUTS) -> 
 
 
 def _offsets(node: Node) -> Any:
-    """Return the offsets of an embedding bag that are no range; None for other calls."""
+    """Return the offsets of an embedding bag; None if they are a range, and for other calls."""
     if node.target not in _BAGS:
         return None
     offsets = OpCall.of(node).arguments["offsets"]

@@ -40,12 +40,14 @@ def shape_for_neural_engine(program: ExportedProgram, keep_on_cpu: KeepOnCpu) ->
     module = copy.deepcopy(program.graph_module)
     signature = copy.deepcopy(program.graph_signature)
     edited: ExportedProgram = with_parts(program, graph_module=module, graph_signature=signature)
-    changes = [
-        *(_split(edited, node, keep_on_cpu) for node in _wide_layers(edited)),
+    layers = _wide_layers(edited)
+    for layer in layers:
+        _split(edited, layer, keep_on_cpu)
+    widened = [
         *(_widen_input(node, keep_on_cpu) for node in _narrow_inputs(edited)),
         *(_widen_output(edited, n, keep_on_cpu) for n in range(len(signature.output_specs))),
     ]
-    if not any(changes):
+    if not layers and not any(widened):
         return program
     module.graph.lint()
     module.recompile()
@@ -67,7 +69,7 @@ def _wide_layers(program: ExportedProgram) -> list[Node]:
     ]
 
 
-def _split(program: ExportedProgram, layer: Node, keep_on_cpu: KeepOnCpu) -> bool:
+def _split(program: ExportedProgram, layer: Node, keep_on_cpu: KeepOnCpu) -> None:
     """Replace a layer by layers of equal numbers of outputs, joined on the CPU."""
     arguments = arguments_of(layer)
     x, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
@@ -86,7 +88,6 @@ def _split(program: ExportedProgram, layer: Node, keep_on_cpu: KeepOnCpu) -> boo
     layer.replace_all_uses_with(joined)
     program.graph_signature.replace_all_uses(layer.name, joined.name)
     program.graph.erase_node(layer)
-    return True
 
 
 # Short last axes of inputs and outputs
@@ -120,7 +121,11 @@ def _inverse(order: list[int]) -> list[int]:
 
 
 def _widen_input(node: Node, keep_on_cpu: KeepOnCpu) -> bool:
-    """Let the users of an input read it through two permutations, the first on the CPU."""
+    """Let the users of an input read it through two permutations, the first on the CPU.
+
+    Returns:
+        Whether its last axis is short.
+    """
     order = _order(node)
     if order is None:
         return False
@@ -134,7 +139,11 @@ def _widen_input(node: Node, keep_on_cpu: KeepOnCpu) -> bool:
 
 
 def _widen_output(program: ExportedProgram, position: int, keep_on_cpu: KeepOnCpu) -> bool:
-    """Return an output through two permutations, the second on the CPU."""
+    """Return an output through two permutations, the second on the CPU.
+
+    Returns:
+        Whether its last axis is short.
+    """
     spec = program.graph_signature.output_specs[position]
     output = program.graph.output_node()
     results: Any = output.args[0]

@@ -172,9 +172,9 @@ class _Promoter:
         graph, specs = self._root.graph, self._signature.input_specs
         pairs = list(zip(self._placeholders, list(specs), strict=True))
         for index, (node, spec) in reversed(list(enumerate(pairs))):
-            kept = [user for user in node.users if user in self._kept]
+            half_users = [user for user in node.users if user in self._kept]
             value = state_value(self._program, str(spec.target))
-            if node in self._half or value is None or value.dtype not in NARROW or not kept:
+            if node in self._half or value is None or value.dtype not in NARROW or not half_users:
                 continue
             name = f"{spec.target}_half"
             with graph.inserting_before(node):
@@ -185,7 +185,7 @@ class _Promoter:
                 index, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(copied.name), name)
             )
             self._half[copied] = name
-            for user in kept:
+            for user in half_users:
                 user.replace_input_with(node, copied)
 
     def _cast_half_placeholders(self) -> None:
@@ -261,10 +261,10 @@ _META_OF_VALUE = frozenset({"val", "tensor_meta", "unbacked_bindings"})
 _VISIBLE = frozenset({OutputKind.USER_OUTPUT, OutputKind.USER_INPUT_MUTATION})
 
 
-def _promote_literals(module: GraphModule, kept: Mapping[Node, None]) -> None:
-    """Replace half-precision dtypes in the arguments of calls by fp32, except in ``kept``."""
+def _promote_literals(module: GraphModule, excluded: Mapping[Node, None]) -> None:
+    """Replace half-precision dtypes in the arguments of calls by fp32, except of ``excluded``."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and node not in kept:
+        if node.op == "call_function" and node not in excluded:
             node.args = map_aggregate(node.args, _promote_dtype)
             node.kwargs = map_aggregate(node.kwargs, _promote_dtype)
 

@@ -106,7 +106,7 @@ def _largest_weights(options: CompileOptions) -> int | None:
 
 
 def _moved_trifles(groups: Sequence[Group], constants: Collection[Node]) -> dict[Node, Reason]:
-    """Return the calls in groups that are not worth a partition for the neural engine."""
+    """Return the calls of groups with too little work for a partition on the neural engine."""
     total = sum(_value(group)[0] for group in groups)
     reasons: dict[Node, Reason] = {}
     for group in trifles(groups, constants):

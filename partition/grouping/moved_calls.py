@@ -7,8 +7,8 @@ kernel does not move, nor a call that would split the model: Core ML's own trans
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch.export import ExportedProgram
@@ -44,6 +44,7 @@ def moved_calls(program: ExportedProgram, refused: Collection[Node]) -> dict[Nod
         refused: The calls that are refused already.
     """
     constants = _constants(program)
+    split = _Split(program, refused, constants)
     calls = [
         node
         for node in program.graph.nodes
@@ -54,13 +55,13 @@ def moved_calls(program: ExportedProgram, refused: Collection[Node]) -> dict[Nod
     leaving = {
         node: text for node in calls if (text := _obstacle(node, constants)) and node not in failing
     }
-    moved = failing | _without_splits(_Split(program, refused, constants), failing, leaving)
+    moved = failing | _without_splits(split, failing, leaving)
     for node in _at_the_ends(program, {*refused, *moved}, constants):
         moved[node] = f"a dimension above {LARGEST_DIMENSION:,} before or after the model"
     reasons = {
         node: Reason(ReasonCode.DEVICE, f"{text}: {_WHY}", _REMEDY) for node, text in moved.items()
     }
-    for node in _only_for_the_cpu(program, moved.keys(), refused, constants):
+    for node in split.only_for_the_cpu(moved.keys()):
         reasons[node] = Reason(ReasonCode.DEVICE, "only calls on the CPU need it", _REMEDY)
     return refuse_results(reasons)
 
@@ -110,23 +111,56 @@ def _unbacked(node: Node) -> frozenset[object]:
     return frozenset(s for t in tensors_of(node.meta.get("val")) for s in free_unbacked_symbols(t))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Split:
-    """The partitions of a program without calls that move."""
+    """The partitions of a program without calls that move.
+
+    Attributes:
+        flops: Estimated operations of each node.
+        light: Calls of little work that can leave, from the end of the program on.
+    """
 
     program: ExportedProgram
     refused: Collection[Node]
     constants: Set[Node]
+    flops: Mapping[Node, int] = field(init=False)
+    light: Sequence[Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.flops = {node: flops_of(node) for node in self.program.graph.nodes}
+        most = TRIFLE * sum(self.flops.values())
+        self.light = [
+            node
+            for node in reversed(self.program.graph.nodes)
+            if self.flops[node] <= most
+            and node not in self.refused
+            and node.users
+            and _may_leave(node)
+            and not _has_weights(node, self.constants)
+        ]
 
     def count(self, moved: Set[Node]) -> int:
         """Return the number of partitions of more than a trifle.
 
         Calls on constants do not count: they are computed wherever they are read.
         """
-        needed = _only_for_the_cpu(self.program, moved, self.refused, self.constants)
-        outside = {*self.refused, *moved, *needed, *self.constants}
+        outside = {*self.refused, *moved, *self.only_for_the_cpu(moved), *self.constants}
         groups = group_calls(self.program.graph, outside, constants=self.constants)
-        return len(groups) - len(trifles(groups, self.constants))
+        return len(groups) - len(trifles(groups, self.constants, self.flops.__getitem__))
+
+    def only_for_the_cpu(self, moved: Set[Node]) -> list[Node]:
+        """Return calls of little work whose results only calls read that have moved to the CPU.
+
+        Of calls on constants, one reader on the CPU is enough: they take no input.
+        """
+        on_cpu = set(moved)
+        calls: list[Node] = []
+        for node in self.light:
+            is_enough = any if node in self.constants else all
+            if node not in on_cpu and is_enough(user in on_cpu for user in node.users):
+                on_cpu.add(node)
+                calls.append(node)
+        return calls
 
 
 def _without_splits(
@@ -140,28 +174,35 @@ def _without_splits(
     if split.count(failing.keys() | leaving.keys()) <= count:
         return dict(leaving)
     moved: dict[Node, str] = {}
+    moved_at_attempt: dict[Node, int] = {}
     nodes = list(leaving)
     for order in (nodes, nodes[::-1]):
         for node in order:
-            if node not in moved:
+            # Another attempt fails as well, if no call has moved since.
+            if node not in moved and moved_at_attempt.get(node) != len(moved):
+                moved_at_attempt[node] = len(moved)
                 now = split.count(failing.keys() | moved.keys() | {node})
                 if now <= count:
                     moved[node], count = leaving[node], now
     return moved
 
 
-def trifles(groups: Sequence[Group], constants: Collection[Node]) -> list[Group]:
+def trifles(
+    groups: Sequence[Group], constants: Collection[Node], flops: Callable[[Node], int] = flops_of
+) -> list[Group]:
     """Return the groups of almost no work and no weights for which the CPU has all kernels.
 
     Args:
         groups: The groups of a program.
         constants: Its stored constants.
+        flops: Returns the estimated operations of a call.
     """
-    work = [sum(map(flops_of, group)) for group in groups]
+    work = [sum(map(flops, group)) for group in groups]
+    most = TRIFLE * sum(work)
     return [
         group
-        for group, flops in zip(groups, work, strict=True)
-        if flops <= TRIFLE * sum(work)
+        for group, own_work in zip(groups, work, strict=True)
+        if own_work <= most
         and all(is_part(node) or runs_on_cpu(node) for node in group)
         and not any(_has_weights(node, constants) for node in group)
     ]
@@ -188,27 +229,6 @@ def _at_the_ends(
             if all(_is_outside(n, on_cpu, constants) for n in neighbours(node)):
                 on_cpu.add(node)
                 yield node
-
-
-def _only_for_the_cpu(
-    program: ExportedProgram, moved: Set[Node], refused: Collection[Node], constants: Set[Node]
-) -> Iterator[Node]:
-    """Yield calls of little work whose results only calls read that have moved to the CPU.
-
-    Of calls on constants, one reader on the CPU is enough: they take no input.
-    """
-    on_cpu = set(moved)
-    nodes = program.graph.nodes
-    most = TRIFLE * sum(flops_of(node) for node in nodes if node.op == "call_function")
-    for node in reversed(nodes):
-        if node in on_cpu or node in refused or not node.users or not _may_leave(node):
-            continue
-        is_enough = any if node in constants else all
-        if flops_of(node) > most or _has_weights(node, constants):
-            continue
-        if is_enough(user in on_cpu for user in node.users):
-            on_cpu.add(node)
-            yield node
 
 
 def _is_outside(node: Node, on_cpu: Set[Node], constants: Set[Node]) -> bool:

@@ -85,10 +85,12 @@ def register_kernels(ops: Iterable[str]) -> None:
 
 @functools.cache
 def is_composite(op: Any) -> bool:
-    """Return whether an ``OpOverload`` maps tensors to tensors, and ExecuTorch decomposes it.
+    """Return whether a target maps tensors to tensors, and ExecuTorch decomposes it.
 
     Views do not count: ExecuTorch cannot preserve them.
     """
+    if not isinstance(op, OpOverload):
+        return False
     arguments, results = schema_of(op).arguments, schema_of(op).returns
     return (
         any("Tensor" in str(value.type) for value in arguments)

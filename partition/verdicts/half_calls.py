@@ -20,7 +20,6 @@ from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.partition.verdicts.cpu_kernels import is_composite, takes_half
 from coreml_delegate.partition.verdicts.filters import sources_of
 from coreml_delegate.partition.verdicts.operator_support import is_preserved
-from coreml_delegate.patches.torch import OpOverload
 from coreml_delegate.transforms.half_precision import NARROW
 
 
@@ -74,12 +73,8 @@ def _refused_whole(refusals: Mapping[Node, Reason]) -> list[Node]:
         node
         for node, reason in refusals.items()
         if reason.code is not ReasonCode.SKIPPED
-        and not (reason.code is ReasonCode.NO_RULE and _is_composite(node))
+        and not (reason.code is ReasonCode.NO_RULE and is_composite(node.target))
     ]
-
-
-def _is_composite(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and is_composite(node.target)
 
 
 def _is_half_call(node: Node) -> bool:

@@ -112,7 +112,7 @@ class Engine(Protocol):
 
     @property
     def python_reason(self) -> str | None:
-        """The reason why every call needs Python, as text; None if there is none."""
+        """Text that says why every call needs Python; None if no call does."""
         ...
 
     def unavailable_reason(self) -> str | None:

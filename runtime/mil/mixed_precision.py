@@ -1,4 +1,4 @@
-"""Programs in fp16 with some ops in fp32, and the casts that coremltools inserts around them.
+"""Programs in fp16 with ops in fp32, and the casts that coremltools inserts around these ops.
 
 The ops of the outermost block are chosen one by one, by the name of their first output. Constants
 of a chosen op have the values from before the cast to fp16, if the model stores them. Between two

@@ -38,7 +38,7 @@ from coreml_delegate.runtime.program.pte import Source
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The operations of one call of the model, or of several calls that are fused.
+    """The operations of a call of the model, or of several fused calls.
 
     Attributes:
         op_type: MIL op type of the operation that loses most.
@@ -311,11 +311,11 @@ def _reduce(suffices: Callable[[Iterable[int]], bool], units: Sequence[int]) -> 
     Half of the units are removed at once. If the rest does not suffice, half as many are tried, and
     after a success twice as many.
     """
-    rest, size, start = frozenset(units), max(len(units) // 2, 1), 0
+    remaining, size, start = frozenset(units), max(len(units) // 2, 1), 0
     while start < len(units):
         removed = units[start : start + size]
-        if suffices(rest - frozenset(removed)):
-            rest -= frozenset(removed)
+        if suffices(remaining - frozenset(removed)):
+            remaining -= frozenset(removed)
             start += len(removed)
             size *= 2
         elif len(removed) == 1:
@@ -323,4 +323,4 @@ def _reduce(suffices: Callable[[Iterable[int]], bool], units: Sequence[int]) -> 
             size = 1
         else:
             size = len(removed) // 2
-    return rest
+    return remaining

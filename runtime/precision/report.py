@@ -14,6 +14,9 @@ from coreml_delegate.runtime.precision.islands import Operation, PrecisionMeasur
 _BLAMED = 3  # calls in an error
 _LISTED = 5  # calls in a table if the target is missed
 _INDENT = " " * 4
+_NOTHING_TO_BLAME = (
+    "no operation loses its numbers, but those in branches and loops are not measured one by one"
+)
 
 
 def describe_auto(islands: int, after_db: float) -> str:
@@ -187,7 +190,7 @@ class PrecisionReport:
         raise PrecisionError(
             f"the outputs reach {self.after_db:.1f} dB, with "
             f"{len(self.in_fp32) or 'all'} operations in fp32",
-            got=blamed or "no operation loses its numbers on its own",
+            got=blamed or _NOTHING_TO_BLAME,
             expected=f"at least {self.target_db:g} dB",
             remedy="Lower in fp32, take a smaller --min-sqnr, or write the program with --force",
         )
@@ -211,8 +214,10 @@ class PrecisionReport:
             )
             yield from _call_lines(self.islands)
         if not self.is_reached:
-            yield "the target is missed; these operations lose most:"
-            yield from _call_lines(self._worst(_LISTED))
+            worst = self._worst(_LISTED)
+            causes = "these operations lose most:" if worst else _NOTHING_TO_BLAME
+            yield f"the target is missed; {causes}"
+            yield from _call_lines(worst)
 
     def _worst(self, count: int) -> Sequence[LossyCall]:
         return sorted(self.lossy, key=lambda call: call.sqnr_db)[:count]

@@ -1,4 +1,4 @@
-"""Runs of a program with some of its operations in fp32, and the accuracy of each run.
+"""Runs of a program with selected operations in fp32, and their accuracy.
 
 Operations that were translated from a common call are chosen together: they are one *unit*.
 """
@@ -58,7 +58,7 @@ _FLOPS_OF_A_STEP = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Operations that are chosen together, because they have a call in common.
+    """Operations with a call in common; they are chosen together.
 
     Attributes:
         delegate: Number of the delegate.
@@ -466,8 +466,8 @@ class Method:
 def _with_constants(model: Model, constants: Constants | None) -> Model:
     """Return a model of the reference engine that has these constants in fp32, as well."""
     function = model.function
-    known = {**(function.fp32_constants or {}), **(constants or {})}
-    return model.with_function(replace(function, fp32_constants=known) if constants else function)
+    in_fp32 = {**(function.fp32_constants or {}), **(constants or {})}
+    return model.with_function(replace(function, fp32_constants=in_fp32) if constants else function)
 
 
 def _handles(function: Function, info: DebugInfo | None) -> dict[int, Sequence[int]]:

@@ -20,6 +20,7 @@ import torch
 
 from coreml_delegate.errors import UnsupportedOpError
 from coreml_delegate.patches.torch import OpOverload, OpOverloadPacket, schema_of
+from coreml_delegate.runtime.program.plan import dense_strides
 
 _logger = logging.getLogger(__name__)
 
@@ -175,8 +176,9 @@ def _copy_out(source: torch.Tensor, out: torch.Tensor) -> None:
 def _copy_dim_order_out(
     source: torch.Tensor, non_blocking: bool, dim_order: Sequence[int] | None, out: torch.Tensor
 ) -> None:
-    # The strides of ``out`` already have this order; values do not depend on it.
-    del non_blocking, dim_order
+    del non_blocking
+    if out.shape != source.shape and dim_order is not None:
+        out.resize_(source.shape).as_strided_(source.shape, dense_strides(source.shape, dim_order))
     _copy_out(source, out)
 
 

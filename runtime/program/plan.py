@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,6 +25,21 @@ class Dynamism(enum.Enum):
     """The shape is an upper bound; every dimension may be smaller."""
     UNBOUNDED = 2
     """Only the rank is known; memory is allocated at run time."""
+
+
+def dense_strides(shape: Sequence[int], dim_order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a dense tensor.
+
+    Args:
+        shape: Its shape.
+        dim_order: Its dimensions from outermost to innermost in memory.
+    """
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(dim_order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +96,7 @@ class TensorSpec:
 
     def strides_for(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the strides, in elements, of a dense tensor of ``shape`` in this dim order."""
-        strides = [1] * len(shape)
-        step = 1
-        for dim in reversed(self.dim_order):
-            strides[dim] = step
-            step *= max(shape[dim], 1)
-        return tuple(strides)
+        return dense_strides(shape, self.dim_order)
 
     def __str__(self) -> str:
         prefix = {Dynamism.STATIC: "", Dynamism.BOUNDED: "<=", Dynamism.UNBOUNDED: "?"}[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,11 +155,14 @@ def run(args: argparse.Namespace) -> int:
     linear, embedding = _weight_modes(args)
     text = quantization_options.calibration_text(args, _target(args))
     tokenizer = checkpoints.tokenizer_copy(args)
-    check_outputs([args.output, *tokenizer], force=args.force)
+    of_bytes = arguments.beside(args.output, arguments.TOKENIZERS[0])
+    has_bytes = args.random is not None and not tokenizer
+    check_outputs([args.output, *([of_bytes] if has_bytes else tokenizer)], force=args.force)
     with console.step("Importing ExecuTorch, coremltools and transformers"):
         from coreml_delegate.llm.adapters import read_adapters
         from coreml_delegate.llm.export import lower, quantize_weights
         from coreml_delegate.llm.neural_engine import NeuralEngineDecoder
+        from coreml_delegate.llm.tokenizer import BYTES, byte_tokenizer
     files = read_adapters(args.adapter)
     with console.step("Loading the model"):
         decoder, layout = _model(args, files)
@@ -176,6 +180,9 @@ def run(args: argparse.Namespace) -> int:
         methods = _export(args, decoder, layout, adapters)
     with console.step("Lowering to Core ML"):
         program = lower(methods, layout, partitioner)
+    if has_bytes and layout.vocabulary >= BYTES:
+        image = None if layout.image is None else layout.image.token
+        tokenizer[of_bytes] = partial(byte_tokenizer, layout.vocabulary, layout.bos, image)
     checkpoints.write(args, program, tokenizer)
     _report(args, parameters, decoder, layout, adapters, partitioner)
     checkpoints.require_kernels(args, partitioner.reports)
@@ -508,7 +515,7 @@ def _report(
 
 
 def _left_on_cpu(method: str, report: DelegationReport, layout: Layout) -> bool:
-    """Whether calls of the model stay on the CPU, besides those of the standard layout."""
+    """Whether the CPU has calls of the model that it does not have in the standard layout."""
     from coreml_delegate.llm.decoder_methods import is_core_ml
     from coreml_delegate.llm.layout import ENCODER, VISION_ENCODER
 

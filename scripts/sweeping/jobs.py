@@ -73,7 +73,7 @@ AXES: Final = tuple(field.name for field in fields(Options))
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One model with one combination of options.
+    """A model with a combination of options.
 
     Attributes:
         name: Unique in its sweep, for a reader: ``net[float16-int8-weight]``.

@@ -14,6 +14,7 @@ import torch
 from coreml_delegate import graph, runtime
 from coreml_delegate.errors import GraphError, InputError, LoweringError, OptionError
 from coreml_delegate.graph import Builder, Dimension
+from coreml_delegate.options.model_interface import ModelInterface
 
 
 @pytest.fixture
@@ -235,8 +236,11 @@ def test_a_pte_has_the_types_that_cross_a_delegate(host: str, tmp_path: Path) ->
 
 
 def test_files_of_other_kinds_are_refused(builder: Builder, tmp_path: Path) -> None:
+    executable = _double(builder)
     with pytest.raises(OptionError, match=r"unknown kind of file.*\.mlpackage or \.pte"):
-        _double(builder).save(tmp_path / "graph.onnx")
+        executable.save(tmp_path / "graph.onnx")
+    with pytest.raises(OptionError, match=r"only an \.mlpackage has an interface: got .*pte"):
+        executable.save(tmp_path / "graph.pte", ModelInterface())
     assert not any(tmp_path.iterdir())
 
 

@@ -300,6 +300,7 @@ def test_plain_fp16_is_measured_on_demand() -> None:
         ({"precision_data": [(SMALL, SMALL)]}, InputError, "wrong number of arrays: got 2"),
         ({"precision_data": [(LARGE,)]}, InputError, "'x' has the wrong shape"),
         ({"precision_data": [(SMALL,)], "min_sqnr_db": math.nan}, OptionError, "finite number"),
+        ({"precision_data": [(SMALL,)], "min_sqnr_db": -5}, OptionError, "above 0: got int -5"),
     ],
 )
 def test_wrong_samples_are_refused(

@@ -14,6 +14,7 @@ from coreml_delegate.llm.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     TextStream,
+    byte_tokenizer,
     load_tokenizer,
 )
 
@@ -49,6 +50,27 @@ def test_streamed_pieces_join_to_the_text(kind, file):
     assert "".join(pieces) + stream.end() == TEXT
     assert not any("\ufffd" in piece for piece in pieces)
     assert len([piece for piece in pieces if piece]) > 5
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "bos", "image"), [(256, None, None), (260, 257, 258), (151_936, 1, 151_655)]
+)
+def test_a_file_of_bytes_has_the_tokens_of_the_byte_tokenizer(vocabulary, bos, image, tmp_path):
+    from pytorch_tokenizers import CppHFTokenizer
+
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(byte_tokenizer(vocabulary, bos, image))
+    file, plain = FileTokenizer(path), ByteTokenizer(bos, image)
+    runners = CppHFTokenizer()  # of ExecuTorch's runners
+    runners.load(str(path))
+    assert runners.vocab_size() == vocabulary
+    for text in (TEXT, "a <image> b\n\t\0", "<300>"):
+        tokens = plain.encode(text)
+        assert file.encode(text) == tokens
+        assert runners.encode(text, 1, 0) == tokens
+        own = tokens[bos is not None :]
+        assert file.decode(own) == plain.decode(own)
+    assert file.decode([97, 0xE6]) == "a\ufffd"
 
 
 def test_incomplete_bytes_are_held_back_until_the_end():

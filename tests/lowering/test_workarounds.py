@@ -133,6 +133,25 @@ def test_a_reduction_over_all_dimensions_of_a_transpose(is_applied: bool) -> Non
 
 
 @pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
+def test_two_states_with_new_values_one_after_the_other(is_applied: bool) -> None:
+    def counting(x: Any, first: Any, second: Any) -> Any:
+        values = [mb.add(x=mb.read_state(input=state), y=ROW) for state in (first, second)]
+        for state, value in zip((first, second), values, strict=True):
+            mb.coreml_update_state(state=state, value=value)
+        return mb.relu(x=x)
+
+    states = [mb.StateTensorSpec((3,), ct.converters.mil.mil.types.fp32) for _ in range(2)]
+    spec = {"input_specs": [mb.TensorSpec((3,)), *states], "opset_version": ct.target.iOS18}
+    program = mb.program(**spec)(counting)
+    registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
+    with (
+        patched(*WORKAROUNDS) if is_applied else nullcontext(),
+        nullcontext() if is_applied else pytest.raises(KeyError, match="coreml_update_state"),
+    ):
+        registry["common::canonicalize_inplace_pattern"](program)
+
+
+@pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
 def test_a_flipped_constant_has_strides_that_torch_takes(is_applied: bool) -> None:
     values: list[Any] = []
 

@@ -103,9 +103,6 @@ def timm_model(name: str, size: int | None = None) -> tuple[nn.Module, tuple[Ten
 
 # Name -> size of the image, in pixels; None where positions or windows fix it.
 _TIMM: Mapping[str, int | None] = {
-    "cait_xxs24_224": None,
-    "coatnet_pico_rw_224": None,
-    "convmixer_768_32": 64,
     "convnextv2_atto": 96,
     "crossvit_9_240": None,
     "dm_nfnet_f0": 64,
@@ -113,27 +110,13 @@ _TIMM: Mapping[str, int | None] = {
     "efficientvit_b0": 96,
     "eva02_tiny_patch14_224": None,
     "fastvit_t8": 96,
-    "gcresnext26ts": 96,
     "ghostnetv2_100": 96,
-    "halonet26t": 128,
-    "hrnet_w18_small": 96,
-    "inception_next_atto": 96,
-    "lambda_resnet26t": None,
     "levit_128s": None,
-    "maxvit_rmlp_pico_rw_256": None,
-    "mixer_s32_224": None,
-    "mobilenetv4_hybrid_medium": 128,
     "mobilevit_xxs": 96,
-    "nest_tiny": None,
     "poolformer_s12": 96,
     "repvgg_a0": 96,
     "res2net50_14w_8s": 96,
-    "resnest14d": 96,
-    "sequencer2d_s": None,
-    "skresnet18": 96,
     "tinynet_e": 96,
-    "tnt_s_patch16_224": None,
-    "volo_d1_224": None,
     "xcit_nano_12_p16_224": None,
 }
 

@@ -43,8 +43,7 @@ NAMES = (
     *("wav2vec 2.0 base, CTC", "Whisper tiny, encoder", "PointNet", "DGCNN, a layer"),
     *("timm convnextv2_atto", "timm edgenext_xx_small", "timm efficientvit_b0"),
     *("timm fastvit_t8", "timm ghostnetv2_100", "timm levit_128s"),
-    *("timm maxvit_rmlp_pico_rw_256", "timm mixer_s32_224", "timm mobilenetv4_hybrid_medium"),
-    *("timm mobilevit_xxs", "timm poolformer_s12", "timm skresnet18", "timm tinynet_e"),
+    *("timm mobilevit_xxs", "timm poolformer_s12", "timm tinynet_e"),
     *("BERT, tied weights", "roberta", "distilbert", "electra", "deberta", "mpnet", "vit", "deit"),
 )
 WHISPER = Row("Whisper tiny, encoder", "transformers", "30 s", libraries.whisper_encoder)

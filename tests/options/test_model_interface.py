@@ -70,13 +70,15 @@ def test_labels_of_a_file(tmp_path: Path) -> None:
     path.write_text("tench\n großer Hai \ncrane, bird\n\n", encoding="utf-8")
     assert _parsed("labels", str(path)) == path
     assert ModelInterface(labels=path).labels == ("tench", "großer Hai", "crane, bird")
+    path.write_text("tench\r\nshark\r\n", encoding="utf-8-sig")  # as editors on Windows write it
+    assert ModelInterface(labels=path).labels == ("tench", "shark")
     path.write_text("a\n\nb\n")
     with pytest.raises(OptionError, match="has an empty line: got line 2"):
         ModelInterface(labels=path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(OptionError, match="cannot read the labels"):
         ModelInterface(labels=path)
-    with pytest.raises(OptionError, match=r"cannot read the labels: got .*missing"):
+    with pytest.raises(OptionError, match=r"cannot read the labels in .*missing\.txt: got No such"):
         ModelInterface(labels=tmp_path / "missing.txt")
 
 
@@ -87,7 +89,7 @@ def test_labels_of_a_file(tmp_path: Path) -> None:
         ({"labels": ["a", "b", "a"]}, "labels have a label twice: got 'a'"),
         ({"labels": "abc"}, "labels must be a list of texts"),
         ({"softmax": True}, "softmax is for the output with the labels"),
-        ({"names": {"x": "2d"}}, "names has a name that Core ML does not take: got '2d'"),
+        ({"names": {"x": "2d"}}, "Core ML does not take a name in names: got '2d'"),
         ({"names": {"x": "state"}}, "no word of MIL such as state"),
         ({"names": [("x", "a"), ("x", "b")]}, "names has a name twice: got 'x'"),
         ({"images": {"x": 1}}, "images must be an ImageFeature"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
-from support.lowering import Function, fp32_specs, lower, lower_unchecked, reasons
+from support.lowering import Function, fp32_specs, lower, lower_core_aten, lower_unchecked, reasons
 from support.tolerances import ATOL_RTOL
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -85,10 +85,11 @@ class Image(nn.Module):
         return torch.relu(self.conv(x))
 
 
-def test_calls_on_channels_last_inputs_stay_on_the_cpu() -> None:
+def test_calls_on_channels_last_inputs_stay_on_the_cpu_in_edge_dialect() -> None:
+    """``keep_row_major`` needs ATen dialect, which ``to_edge`` keeps from the partitioner."""
     module = Image()
     inputs = (torch.rand(1, 3, 5, 6).to(memory_format=torch.channels_last),)
-    lowered = lower(module, inputs)
+    lowered = lower_core_aten(module, inputs)
     assert {n.reason.code for n in lowered.report.undelegated if n.reason} == {ReasonCode.LAYOUT}
     text = reasons(lowered.report)["aten.convolution.default"]
     assert text == "'x' has dim order (0, 2, 3, 1), Core ML is row-major"

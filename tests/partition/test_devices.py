@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from executorch.exir import EdgeCompileConfig, to_edge, to_edge_transform_and_lower
 from support.tolerances import SQNR_FP16, sqnr_db
 from torch import nn
 from torch.export import Dim
@@ -17,7 +17,7 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.device_check import Finding, check
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions
-from coreml_delegate.partition.grouping import decision
+from coreml_delegate.partition.grouping import decision, moved_calls
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.device_findings import models_of_pte
 from coreml_delegate.targets import ComputeUnit, Device, Opset
@@ -286,3 +286,29 @@ def test_the_program_records_its_device() -> None:
 def test_contradictions(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         CoreMLBackend.generate_compile_specs(**options)
+
+
+def test_a_call_that_splits_a_partition_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scale_by_signs(self: Layers, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.children():
+            x = layer(x) * ((x > 0).to(torch.int32) * 3)
+        return x
+
+    model = Layers(scale_by_signs, **{f"layer_{n}": nn.Linear(64, 64) for n in range(6)})
+    program = to_edge(torch.export.export(model, (torch.rand(1, 64),))).exported_program()
+    examined = {name: 0 for name in ("flops_of", "group_calls")}
+
+    def counted(name: str) -> Callable[..., Any]:
+        function = getattr(moved_calls, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            examined[name] += 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    for name in examined:
+        monkeypatch.setattr(moved_calls, name, counted(name))
+    moved_calls.moved_calls(program, {})
+    assert examined["group_calls"] <= len(program.graph.nodes)
+    assert examined["flops_of"] <= 2 * len(program.graph.nodes)

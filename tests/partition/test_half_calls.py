@@ -62,19 +62,6 @@ class Words(nn.Module):
         return self.layer(self.table(tokens)).tanh()
 
 
-class Pixels(nn.Module):
-    """Convolutions of an image in channels_last, which cannot enter Core ML, and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3, bias=False)
-        self.layer = nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.second(self.first(x).relu()).mean((2, 3)))
-
-
 class Deviations(nn.Module):
     """A layer norm of which the statistics are used, too."""
 
@@ -95,12 +82,6 @@ def _random(*shape: int) -> torch.Tensor:
 
 _MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], set[Any], str]] = {
     "embedding": (Words, (torch.arange(6),), {(256, 32)}, "sparse=True"),
-    "convolutions": (
-        Pixels,
-        (_random(1, 3, 8, 8).to(memory_format=torch.channels_last),),
-        {(8, 3, 3, 3), (8,), (16, 8, 3, 3)},
-        "dim order",
-    ),
     "layer norm": (Deviations, (_random(3, 16),), {(24,)}, "result 1 is used"),
 }
 

@@ -544,6 +544,9 @@ def test_a_package_is_not_replaced_unasked(tmp_path: Path) -> None:
     save_mlpackage(program, path)
     with pytest.raises(ProgramError, match="output exists"):
         save_mlpackage(program, path)
+    with pytest.raises(OptionError, match=r"unknown kind of file: .*a.pte, expected .mlpackage"):
+        save_mlpackage(program, tmp_path / "a.pte")
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_an_input_may_have_the_name_of_the_label(tmp_path: Path) -> None:

@@ -223,6 +223,19 @@ def test_calls_in_branches_that_run_on_the_cpu_compute_in_fp32() -> None:
     assert sqnr_db(module(x).numpy(), got.numpy()) >= SQNR_FP16_GUARDED
 
 
+def test_a_loss_in_a_delegated_branch_is_named_as_such() -> None:
+    torch.manual_seed(0)
+    partitioner = CoreMLPartitioner(compile_specs=AUTO)
+    _lower(torch.export.export(Choice().eval(), (torch.rand(2, 16),)), partitioner)
+    precision = partitioner.report.precision
+    assert precision is not None
+    assert not precision.lossy
+    cause = "those in branches and loops are not measured one by one"
+    with pytest.raises(PrecisionError, match=cause):
+        precision.require()
+    assert list(precision.lines())[-1].endswith(cause)
+
+
 def test_delegates_of_another_backend_come_after_a_measurement() -> None:
     exported = torch.export.export(Exponentials().eval(), (torch.randn(2, 16),))
     first = XnnpackPartitioner()

@@ -60,6 +60,11 @@ def program(folder, config):
     return path
 
 
+def printed(text: str) -> str:
+    """The characters that ExecuTorch's runner prints: no control characters."""
+    return "".join(c for c in text if c.isprintable() or c.isspace())
+
+
 def generate(program: Path, *options: str) -> int:
     return main(["generate", str(program), "--prompt", "ab", *options])
 
@@ -110,9 +115,28 @@ def test_the_tokenizer_is_copied_and_executorchs_runner_writes_the_same_text(fol
         assert generate(output, "--max-new-tokens", "9", "--json", *options) == 0
         return json.loads(capsys.readouterr().out)["text"]
 
-    # The runner does not print single control characters.
-    ours = "".join(c for c in text() if c.isprintable() or c.isspace())
-    assert text("--runner", "executorch") == ours != ""
+    assert text("--runner", "executorch") == printed(text()) != ""
+
+
+def test_random_weights_get_a_tokenizer_of_bytes_which_executorchs_runner_reads(tmp_path, capsys):
+    config, output = tmp_path / "config.json", tmp_path / "model.pte"
+    config.write_text(json.dumps({**BYTES, "vocab_size": 1000, "bos_token_id": 999}))
+    export = ["export-llm", "--random", str(config), "-o", str(output), "--precision", "float32"]
+    assert main(export) == 0
+    assert leftovers(tmp_path) == {"config.json", "model.pte", "model.tokenizer.json"}
+    capsys.readouterr()
+    texts = set()
+    for runner in ([], ["--runner", "executorch"]):
+        assert generate(output, "--max-new-tokens", "9", "--json", *runner) == 0
+        texts.add(printed(json.loads(capsys.readouterr().out)["text"]))
+    (text,) = texts
+    assert text
+    assert main(export) == 1
+    assert "output exists" in capsys.readouterr().err
+    # A configuration in the folder of its checkpoint has a tokenizer.
+    own = save_tokenizer(tmp_path / "tokenizer.json", CONFIG["vocab_size"])
+    assert main([*export, "--force"]) == 0
+    assert (tmp_path / "model.tokenizer.json").read_bytes() == own.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -199,12 +223,14 @@ def test_a_budget_is_kept(folder, capsys):
     assert output.is_file()
 
 
-def test_options_that_executorchs_runner_lacks_are_wrong_usage(program, capsys):
+def test_options_that_executorchs_runner_lacks_are_wrong_usage(program, tmp_path, capsys):
     for option in (["--top-k", "5"], ["--stop", "x"], ["--chat", "--tokenizer", "x"]):
         with pytest.raises(SystemExit):
             generate(program, "--runner", "executorch", *option)
         assert f"{option[0]} does not go with --runner executorch" in capsys.readouterr().err
-    assert generate(program, "--runner", "executorch") == 1
+    without_tokenizer = tmp_path / "model.pte"
+    without_tokenizer.symlink_to(program)
+    assert generate(without_tokenizer, "--runner", "executorch") == 1
     assert "ExecuTorch's runner needs the model's tokenizer" in capsys.readouterr().err
 
 

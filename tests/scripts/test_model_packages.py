@@ -141,7 +141,7 @@ def test_calls_that_core_ml_does_not_take(folder: Path, capsys: pytest.CaptureFi
         (("--dry-run", *_COLORS), "--labels, --softmax are for an .mlpackage: got no output"),
         (("-o", "a.mlmodel"), "unknown kind of output: got a.mlmodel, expected .pte or .mlpackage"),
         (("-o", "a.mlpackage", "--image", "photo"), "for --image: got 'photo', expected "),
-        (("-o", "a.mlpackage", "--labels", "none.txt"), "cannot read the labels: got "),
+        (("-o", "a.mlpackage", "--labels", "none.txt"), "cannot read the labels in none.txt: got "),
         (("-o", "a.mlpackage", "--softmax"), "softmax is for the output with the labels"),
         (("-o", "a.mlpackage", "--rename", "a=b"), "for --rename: got 'a', expected "),
         (("-o", "a.mlpackage", "--skip-op", "mul"), "leaves nothing to the CPU"),

@@ -76,6 +76,14 @@ def _several(m: Any, x: torch.Tensor) -> torch.Tensor:
     return (x - m.mean) / m.count
 
 
+def _side_by_side(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Two new values at the end, which nothing reads in this run."""
+    y = x * (m.count + m.total)
+    m.count.add_(1.0)
+    m.total.add_(x)
+    return y
+
+
 def _convolution_cache(m: Any, x: torch.Tensor) -> torch.Tensor:
     window = torch.cat([m.past, x], dim=-1)
     m.past.copy_(window[..., x.shape[-1] :])
@@ -324,5 +332,10 @@ CASES: dict[str, Case] = {
         lambda: Attention(by_index=True),
         _with(_values(1, 1, 8), lambda call: torch.tensor([call % 6])),
         ("keys", "values"),
+    ),
+    "new values one after the other": Case(
+        lambda: Buffers(_side_by_side, count=torch.zeros(4), total=torch.zeros(4)),
+        _values(4),
+        ("count", "total"),
     ),
 }

@@ -245,12 +245,12 @@ class Reduction(Emitter):
 
     @operation(ALL, _reduction("maximum"))
     def reduce_max(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
-        """Return the largest element along axes; NaN if any is; least number if there is none."""
+        """Return the largest element along axes; NaN beside a NaN, the least number without any."""
         return self._emit_reduction("maximum", x, dimensions)
 
     @operation(ALL, _reduction("minimum"))
     def reduce_min(self, x: Value, dimensions: int | Sequence[int] | None = None) -> Value:
-        """Return the least element along axes; NaN if any is; largest number if there is none."""
+        """Return the least element along axes; NaN beside a NaN, the largest number without any."""
         return self._emit_reduction("minimum", x, dimensions)
 
     @operation(BOOLEANS | INTEGERS, _reduction("and"))

@@ -46,7 +46,7 @@ class Norm:
 
     @property
     def operand_scale(self) -> float:
-        """Factor k of x, at most 1, such that fp16 does not round k^2 epsilon: a power of two."""
+        """Factor k <= 1 of x for which fp16 does not round k^2 epsilon, which is a power of two."""
         rounded = float(np.float16(self.epsilon))
         if abs(rounded - self.epsilon) <= _ROUNDING * self.epsilon:
             return 1.0

@@ -1,1 +1,1 @@
-"""Passes over MIL programs, beside those of coremltools."""
+"""Passes over MIL programs, in addition to coremltools' own passes."""

@@ -206,9 +206,9 @@ def flattened_as_convolution(op: Any) -> None:
 
 
 def is_smooth(stride: int) -> bool:
-    """Return whether a number is 2^a 3^b."""
+    """Return whether a number is 2^a 3^b; 0 is not."""
     for factor in (2, 3):
-        while stride % factor == 0:
+        while stride and stride % factor == 0:
             stride //= factor
     return stride == 1
 
@@ -410,10 +410,15 @@ def numbers_for_equal_values(op: Any) -> None:
 
 
 def tables_of_few_values(op: Any) -> None:
-    """Store a constant of few values as indices into a table of them, without loss."""
+    """Store a constant of few values as indices into a table of them, without loss.
+
+    All ops that read the constant read one table; none does if one of them needs the numbers.
+    """
     if op.op_type not in _TABLE_READERS or not is_converted_to(Opset.iOS16):
         return
     for var in _large_constants(op):
+        if is_output(var) or any(r.op_type not in _TABLE_READERS for r in var.child_ops):
+            continue
         values = np.asarray(var.val)
         table = distinct_values(values)
         if table is None or table_bytes(values, len(table)) >= values.nbytes:
@@ -424,7 +429,9 @@ def tables_of_few_values(op: Any) -> None:
         shape = (*(1,) * values.ndim, len(table), 1)
         name = f"{var.name}_table"
         look_up = emit_look_up(indices, table.reshape(shape), None, name, before_op=op)
-        replace_operand(op, var, look_up)
+        op.enclosing_block.replace_uses_of_var_after_op(
+            anchor_op=look_up.op, old_var=var, new_var=look_up
+        )
 
 
 def distinct_values(values: NDArray[Any]) -> NDArray[Any] | None:

@@ -185,11 +185,11 @@ def _match_root(op: Any) -> _Root | None:
     axes = None if x is None else axes_of(reduction, x.rank)
     if x is None or axes is None:
         return None
-    kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
-    if view is not None and total.shape != kept:
+    reduced_shape = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    if view is not None and total.shape != reduced_shape:
         return None
     return _Root(
-        op, power < 0, reduction, x, axes, total.shape == kept, factor, is_divided, epsilon
+        op, power < 0, reduction, x, axes, total.shape == reduced_shape, factor, is_divided, epsilon
     )
 
 

@@ -16,7 +16,7 @@ from coreml_delegate.device_check import RULES, CheckedModel, Use, check
 from coreml_delegate.lowering.fp16 import remove_dead_code
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.passes import for_devices
-from coreml_delegate.mil.passes.for_devices import REWRITES, REWRITES_IN_FP32, rewrite
+from coreml_delegate.mil.passes.for_devices import REWRITES, REWRITES_IN_FP32, is_smooth, rewrite
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.reference.engine import ReferenceEngine
 from coreml_delegate.runtime.mil.program import Program
@@ -201,6 +201,20 @@ def test_the_finding_is_gone_and_the_numbers_are_the_same(name: str) -> None:
     assert sqnr_db(expected, run(after, case.inputs)) > SQNR_FP32
 
 
+def test_operations_share_a_table() -> None:
+    def weighted(x):
+        weight = mb.const(val=FEW)
+        return mb.add(x=mb.mul(x=x, y=weight), y=weight)
+
+    after = shaped(Case("few-values", weighted, {"x": numbers(64, 120)}))
+    types = [op.type for op in main(after).block.ops]
+    assert types.count("constexpr_lut_to_dense") == 1
+
+
+def test_smooth_strides() -> None:
+    assert [stride for stride in range(13) if is_smooth(stride)] == [1, 2, 3, 4, 6, 8, 9, 12]
+
+
 def masked(x):
     scores_of_visible = mb.add(x=scores(x), y=HIDDEN)
     return mb.softmax(x=scores_of_visible, axis=-1), scores_of_visible
@@ -212,7 +226,14 @@ def counted(x, mask):
     return mb.select(cond=mb.less_equal(x=count, y=0.0), a=0.0, b=attention(x))
 
 
+def joined(x):
+    """A constant of few values for an operation that takes tables, and one that does not."""
+    weight = mb.const(val=FEW)
+    return mb.concat(values=[mb.mul(x=x, y=weight), weight], axis=0)
+
+
 KEPT = {
+    "few values for an op without tables": Case("few-values", joined, {"x": numbers(64, 120)}),
     "minus infinity that is returned": Case("infinite-mask", masked, QUERY),
     "a selection by counts": Case(
         "unsupported-type", counted, {**QUERY, "mask": 3 * ROWS.astype(np.int32)}

@@ -367,9 +367,9 @@ def _wide_lookup(
 
 
 def _index_arithmetic(call: OpCall) -> str | None:
-    """Return why computed indices leave the neural engine: Core ML counts negative ones anew.
+    """Return the obstacle to a lookup by computed indices; None for one in weights.
 
-    Several are stacked too. Weights do not move with their indices.
+    Core ML stacks the indices and makes negative ones positive, in int32. Weights do not move.
     """
     are_computed = any(
         isinstance(n, Node) and n not in call.constants for n in call.arguments["indices"]

@@ -42,7 +42,7 @@ NAMES = (
     *("Stable Diffusion 1, UNet", "Stable Diffusion, decoder", "CLIP base, text encoder"),
     *("wav2vec 2.0 base, CTC", "Whisper tiny, encoder", "PointNet", "DGCNN, a layer"),
     *("timm convnextv2_atto", "timm edgenext_xx_small", "timm efficientvit_b0"),
-    *("timm fastvit_t8", "timm ghostnetv2_100", "timm levit_128s"),
+    *("timm eva02_tiny_patch14_224", "timm fastvit_t8", "timm ghostnetv2_100", "timm levit_128s"),
     *("timm mobilevit_xxs", "timm poolformer_s12", "timm tinynet_e"),
     *("BERT, tied weights", "roberta", "distilbert", "electra", "deberta", "mpnet", "vit", "deit"),
 )

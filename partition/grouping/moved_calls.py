@@ -96,10 +96,9 @@ def _obstacle(node: Node, constants: Set[Node]) -> str | None:
 
 
 def _index_arithmetic(node: Node) -> str | None:
-    results = list(tensors_of(node.meta.get("val")))
-    if not results or any(tensor.is_floating_point() for tensor in results):
-        return None
-    return f"arithmetic in {str(results[0].dtype).removeprefix('torch.')}"
+    used = (tensor for tensor in OpCall.of(node).outputs() if not tensor.is_floating_point())
+    dtype = next((tensor.dtype for tensor in used), None)
+    return None if dtype is None else f"arithmetic in {str(dtype).removeprefix('torch.')}"
 
 
 def _computed_size(node: Node) -> str | None:

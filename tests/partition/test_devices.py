@@ -98,6 +98,12 @@ CASES = {
         rows(4, 8),
         frozenset({"aten.add.Tensor", "aten.argmax.default"}),
     ),
+    "largest value with its index": Case(
+        "unsupported-type",
+        lambda: Layers(lambda m, x: m.linear(x).max(-1)[1] + 1, linear=nn.Linear(8, 16)),
+        rows(4, 8),
+        frozenset({"aten.add.Tensor", "aten.max.dim", "operator.getitem"}),
+    ),
     "last token": Case(
         "unsupported-type",
         lambda: Layers(

@@ -37,6 +37,7 @@ LARGEST_RANK = 5
 
 _NORM = "layer_norm"
 _LAYER = "linear"
+_FLATTENING = "reshape"
 
 
 def _large_dimensions(view: FunctionView) -> Iterator[tuple[str, Place]]:
@@ -54,8 +55,13 @@ def _large_dimensions(view: FunctionView) -> Iterator[tuple[str, Place]]:
 
 
 def _obstacle_to_splitting(view: FunctionView, op: Op) -> str | None:
-    """Return why ``--for`` leaves a large dimension; layers are split, other ops leave."""
-    return None if op.type == _LAYER else obstacle_to_leaving(view, op)
+    """Return why ``--for`` leaves a large dimension.
+
+    Layers are split, a layer of a flattened image becomes a convolution, and other ops leave.
+    """
+    users = [user for output in op.outputs for user in view.users.get(output.name, ())]
+    is_flattening = op.type == _FLATTENING and {user.type for user in users} == {_LAYER}
+    return None if op.type == _LAYER or is_flattening else obstacle_to_leaving(view, op)
 
 
 def _state_widths(view: FunctionView) -> Iterator[Details]:

@@ -165,6 +165,21 @@ def test_topk_between_two_layers_is_advice():
         assert (finding.rewrite is None) == (obstacle is not None)
 
 
+@pytest.mark.parametrize("reader", ["linear", "relu"])
+def test_an_image_that_a_layer_flattens_can_be_mended(reader):
+    """``--for`` makes the layer a convolution over the image."""
+    filters = np.ones((8, 4, 1, 1), np.float16)
+    weight = np.ones((64, 8 * 48 * 48), np.float16)
+
+    def function(x):
+        x = mb.reshape(x=mb.conv(x=x, weight=filters), shape=(1, -1))
+        return mb.linear(x=x if reader == "linear" else mb.relu(x=x), weight=weight)
+
+    program = build(function, {"x": np.zeros((1, 4, 48, 48), np.float16)}, Opset.iOS17)
+    found = findings(program, "large-dimension")
+    assert {f.obstacle is None for f in found} == {reader == "linear"}
+
+
 def test_constant_indices_are_looked_at():
     few = handmade.constant([3, 60000, 5], DType.INT32)
     many = handmade.constant([3, 70000, 5], DType.INT32)

@@ -44,7 +44,8 @@ def keep_row_major(program: ExportedProgram) -> ExportedProgram:
 
     Returns:
         A program with the same interface and equal results. A program with control flow, with
-        calls that take strides, or that writes to such an input is returned unchanged.
+        calls that take strides, that writes to such an input, or that cannot be rewritten is
+        returned unchanged.
     """
     inputs = _strided_inputs(program)
     if not inputs and not any(_asks_for_order(node) for node in program.graph.nodes):
@@ -53,6 +54,14 @@ def keep_row_major(program: ExportedProgram) -> ExportedProgram:
     if obstacle is not None:
         logger.info("the order of dimensions stays as it is because of %s", obstacle.name)
         return program
+    try:
+        return _rewritten(program, inputs)
+    except Exception as error:  # noqa: BLE001 - the program lowers without it, with fewer delegated calls
+        logger.warning("the order of dimensions stays as it is: %s", error)
+        return program
+
+
+def _rewritten(program: ExportedProgram, inputs: frozenset[str]) -> ExportedProgram:
     original = program
     if any(_writes(node) for node in program.graph.nodes):
         program = program.run_decompositions({})  # functional: no view has to share memory
@@ -70,7 +79,10 @@ def keep_row_major(program: ExportedProgram) -> ExportedProgram:
         state_dict=_values_in_row_major(program.state_dict),
         constants=_values_in_row_major(program.constants),
     )
-    formats = [_format(value.meta.get("val")) for value in _results(module)]
+    formats = [
+        _format(node.meta.get("val")) if isinstance(node, Node) else None
+        for node in _results(module)
+    ]
     _copy_inputs(module, inputs)
     for node in module.graph.nodes:
         if _asks_for_order(node):
@@ -123,8 +135,8 @@ def _format(value: Any) -> torch.memory_format | None:
     """Return ``channels_last`` if a tensor lies so in memory and is not row-major, too."""
     if not isinstance(value, torch.Tensor) or value.dim() not in _FORMATS or is_row_major(value):
         return None
-    order = _FORMATS[value.dim()]
-    return order if value.is_contiguous(memory_format=order) else None
+    # ``is_contiguous`` would fix symbolic sizes.
+    return _FORMATS[value.dim()] if is_row_major(value.movedim(1, -1)) else None
 
 
 def _in_row_major(value: Any) -> Any:

@@ -170,17 +170,26 @@ def test_half_precision_in_channels_last_is_delegated(dtype: torch.dtype) -> Non
     torch.testing.assert_close(actual, module(*inputs), atol=atol, rtol=rtol)
 
 
-def test_a_dynamic_batch_in_channels_last_is_delegated() -> None:
+def test_dynamic_images_in_channels_last_are_delegated() -> None:
     module, inputs = Net().eval(), (_channels_last(2, 3, 8, 9),)
     partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    sizes = {0: Dim("n", min=1, max=4), 2: Dim("h", min=6, max=32), 3: Dim("w", min=6, max=32)}
     edge = to_edge_transform_and_lower(
-        torch.export.export(module, inputs, dynamic_shapes=({0: Dim("n", min=1, max=4)},)),
-        partitioner=[partitioner],
+        torch.export.export(module, inputs, dynamic_shapes=(sizes,)), partitioner=[partitioner]
     )
     assert {n.op for n in partitioner.report.undelegated} == {COPY}
     pte = edge.to_executorch().buffer
-    for batch in (1, 3):
-        _assert_equal_eager(pte, module, (_channels_last(batch, 3, 8, 9),))
+    for shape in ((1, 3, 8, 9), (3, 3, 12, 7)):
+        _assert_equal_eager(pte, module, (_channels_last(*shape),))
+
+
+def test_results_that_are_no_tensors_stay() -> None:
+    module = Function(lambda x: (x * 2, None, 3))
+    x = _channels_last(1, 2, 3, 4)
+    lowered = lower(module, (x,))
+    results = runtime.load_program(lowered.pte).run("forward", [x])
+    torch.testing.assert_close(results[0], x * 2, atol=ATOL, rtol=RTOL)
+    assert results[0].stride() == x.stride()
 
 
 def test_a_whole_graph_has_the_reason_and_the_remedy() -> None:

@@ -19,7 +19,7 @@ from coreml_delegate.exported.containers import input_names_of
 from coreml_delegate.exported.value_names import OUTPUT
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.files import require_absent, write_folder
-from coreml_delegate.formats.mlpackage import SUFFIX, empty_folders
+from coreml_delegate.formats.mlpackage import MAIN, SUFFIX, empty_folders
 from coreml_delegate.lowering.interface import Ports, declare_interface
 from coreml_delegate.options.model_interface import ModelInterface
 from coreml_delegate.partition.export import lower_methods
@@ -27,6 +27,7 @@ from coreml_delegate.partition.partitioner import CoreMLPartitioner
 from coreml_delegate.partition.report import DelegationReport
 from coreml_delegate.patches.torch import pytree
 from coreml_delegate.runtime.delegate import blob_files, resolve
+from coreml_delegate.runtime.program.delegate_interface import COREML_BACKEND_ID
 from coreml_delegate.runtime.program.plan import (
     DelegateCall,
     FreeCall,
@@ -35,7 +36,7 @@ from coreml_delegate.runtime.program.plan import (
     TensorSpec,
 )
 from coreml_delegate.runtime.program.pte import PteProgram
-from coreml_delegate.runtime.program.signature import mutated_inputs, output_names
+from coreml_delegate.runtime.program.signature import input_names, mutated_inputs, output_names
 
 _METHOD = "forward"
 
@@ -76,7 +77,7 @@ def save_mlpackage(
         lowered = lower_methods({_METHOD: program}, partitioner)
         partitioner.report.require_complete()
     require_states(partitioner.report)
-    files = package_files(lowered.buffer, inputs, interface or ModelInterface())
+    files = package_files(lowered.buffer, interface or ModelInterface(), inputs)
     write_folder(files, path, folders=empty_folders(files), overwrite=overwrite)
     return partitioner.report
 
@@ -126,21 +127,34 @@ def example_inputs(
 
 
 def package_files(
-    program: bytes, inputs: Sequence[tuple[str, Any]], interface: ModelInterface
+    program: Path | bytes,
+    interface: ModelInterface,
+    inputs: Sequence[tuple[str, Any]] | None = None,
 ) -> dict[str, Buffer]:
     """Return the files of the ``.mlpackage`` of a program with a single Core ML delegate.
 
     Args:
-        program: A ``.pte`` with the method ``forward``.
-        inputs: See ``example_inputs``.
+        program: A ``.pte`` with one method.
         interface: See ``save_mlpackage``.
+        inputs: See ``example_inputs``; None for the names in the ``.pte`` and the default shapes of
+            the delegate.
 
     Raises:
-        LoweringError: The program computes outside the delegate, or does not use an input.
+        LoweringError: The program has several methods, computes outside the delegate, or does not
+            use an input.
         OptionError: The interface does not fit the program.
+        ProgramError: The program is damaged.
     """
     opened = PteProgram.open(program)
-    method = opened.method(_METHOD)
+    if len(opened.methods) != 1:
+        raise LoweringError(
+            "the program is not one Core ML model",
+            got=f"the methods {', '.join(opened.method_names)}",
+            expected="one method",
+        )
+    (method,) = opened.methods
+    if inputs is None:
+        inputs = [(name, None) for name in input_names(method)]
     if mutated := mutated_inputs(method):
         raise LoweringError(
             "the model writes to an input, which Core ML cannot",
@@ -148,12 +162,29 @@ def package_files(
             remedy="Return the new value",
         )
     call = _only_call(method)
-    blob, _ = resolve(method.delegates[call.delegate].processed, opened.named_data)
+    delegate = method.delegates[call.delegate]
+    if delegate.backend_id != COREML_BACKEND_ID:
+        raise LoweringError(
+            "the delegate is not for Core ML", got=delegate.backend_id, expected=COREML_BACKEND_ID
+        )
+    blob, function = resolve(delegate.processed, opened.named_data)
+    if function not in (None, MAIN):
+        raise LoweringError(
+            "the delegate is one function of a model that methods share",
+            got=function,
+            expected="a model of its own",
+        )
     files, metadata = blob_files(blob)
-    delegate = metadata.method(_METHOD)
-    count = len(delegate.input_names)
-    by_input = dict(zip(call.args[:count], delegate.input_names, strict=True))
-    by_output = dict(zip(call.args[count:], delegate.output_names, strict=True))
+    features = metadata.method(method.name)
+    count = len(features.input_names)
+    by_input = dict(zip(call.args[:count], features.input_names, strict=True))
+    by_output = dict(zip(call.args[count:], features.output_names, strict=True))
+    if own := [method.values[index] for index in by_input if index not in method.inputs]:
+        raise LoweringError(
+            "the program passes a value of its own to the delegate",
+            got=", ".join(map(str, own)),
+            remedy="Export the model again, with its constants inside the delegate",
+        )
     tensors = [
         (index, name, example)
         for index, (name, example) in zip(method.inputs, inputs, strict=True)

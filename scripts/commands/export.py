@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     package = None
     if program is not None and is_package:
         require_states(report)
-        package = package_files(program.buffer, inputs, interface)
+        package = package_files(program.buffer, interface, inputs)
     checked = cache(partial(_checked, report, program))
     _write(args, output, program, package, source, report, checked)
     if sizes is not None and program is not None:

@@ -1,4 +1,7 @@
-"""``coreml-delegate extract``: write the models inside the delegates of a ``.pte``."""
+"""``coreml-delegate extract``: write the models inside the delegates of a ``.pte``.
+
+With an ``.mlpackage`` as output, the only delegate becomes the model of an app.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from typing import TYPE_CHECKING
 
 from coreml_delegate.errors import ProgramError
 from coreml_delegate.formats.files import new_folder
-from coreml_delegate.scripts import arguments, console, interruption
+from coreml_delegate.scripts import arguments, console, interruption, model_packages
 from coreml_delegate.scripts.commands import Command
 
 if TYPE_CHECKING:
+    from coreml_delegate.options.model_interface import ModelInterface
     from coreml_delegate.scripts.delegates import BlobModel, CoreMLPartition
 
 
@@ -27,8 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="folder to write to (default: FILE_coreml, next to FILE.pte)",
+        help="folder to write to (default: FILE_coreml, next to FILE.pte), or an .mlpackage: the "
+        "whole program as one model for an app",
     )
+    model_packages.add_interface(parser)
     arguments.add_force(parser)
     arguments.add_json(parser)
 
@@ -39,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     from coreml_delegate.scripts.delegates import all_partitions, models_of
 
     path: Path = args.program
+    interface = model_packages.interface_of(args, args.output)
+    if model_packages.is_package(args.output):
+        return _write_package(args, interface)
     folder: Path = args.output or path.with_name(f"{path.stem}_coreml")
     planned: dict[Path, tuple[BlobModel, list[str]]] = {}
     for users in _group_by_blob(all_partitions(PteProgram.open(path))):
@@ -55,6 +64,22 @@ def run(args: argparse.Namespace) -> int:
             )
         interruption.check()
     _print(planned, as_json=args.json)
+    return 0
+
+
+def _write_package(args: argparse.Namespace, interface: ModelInterface) -> int:
+    """Write the whole program as one model."""
+    from coreml_delegate.partition.package import package_files
+
+    arguments.check_output(args.output, force=args.force, is_folder=True)
+    files = package_files(args.program, interface)
+    with arguments.new_package(files, args.output, force=args.force):
+        pass
+    count = sum(map(len, files.values()))
+    if args.json:
+        console.write_json([{"path": str(args.output), "bytes": count}])
+    else:
+        console.write(console.columns([(args.output, console.size(count))]))
     return 0
 
 
@@ -102,7 +127,8 @@ COMMAND = Command(
     summary="write the mlpackages inside a .pte to folders",
     description="Write the model of every Core ML delegate of a .pte to a folder "
     "METHOD_INDEX.mlpackage (.mlmodelc if it was compiled ahead of time). Delegates that share "
-    "one model give one folder, named after the first of them.",
+    "one model give one folder, named after the first of them. With an .mlpackage as output, write "
+    "the whole program as one model, as export does.",
     add_arguments=add_arguments,
     run=run,
 )

@@ -475,7 +475,7 @@ def test_programs_that_are_no_model(
 def test_interfaces_that_do_not_fit(interface: dict[str, Any], message: str) -> None:
     lowered, inputs = _lowered_scores()
     with pytest.raises(OptionError, match=re.escape(message)):
-        package_files(lowered, inputs, ModelInterface(**interface))
+        package_files(lowered, ModelInterface(**interface), inputs)
 
 
 @functools.cache

@@ -10,11 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from executorch.export import ExportRecipe
+from executorch.export import export as export_by_recipe
 from support.cli_models import channels
 from support.command import MODELS, leftovers
 from support.tolerances import SQNR_FP16
 
 from coreml_delegate.patches.third_party import quiet_import, torchvision_importable
+from coreml_delegate.recipes import CoreMLRecipeType
 from coreml_delegate.runtime import load_mlpackage, patch_coremltools
 from coreml_delegate.scripts.cli import main
 
@@ -200,6 +203,64 @@ def test_convert_declares_an_interface(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["verify", "a.mlir", "a.mlpackage"]) == 0
     assert main(["convert", "a.mlir", "-o", "a.pte", *options]) == 1
     assert "--image, --rename are for an .mlpackage" in capsys.readouterr().err
+
+
+_INTERFACE = (*_COLORS, "--image", "image:std=0.5", "--rename", "image=photo")
+
+
+def _bytes_of(package: str) -> dict[Path, bytes]:
+    root = Path(package)
+    return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_package_of_a_written_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(_CHANNELS, "-o", "a.pte") == 0
+    assert main(["extract", "a.pte", "-o", "b.mlpackage", *_INTERFACE]) == 0
+    assert export(_CHANNELS, "-o", "c.mlpackage", *_INTERFACE) == 0
+    assert _bytes_of("b.mlpackage") == _bytes_of("c.mlpackage")
+    capsys.readouterr()
+    assert main(["extract", "a.pte", "-o", "b.mlpackage", "--force", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row == {
+        "path": "b.mlpackage",
+        "bytes": sum(map(len, _bytes_of("b.mlpackage").values())),
+    }
+    assert main(["verify", _CHANNELS, "b.mlpackage"]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:This API and all of its related functionality")
+def test_the_package_of_a_recipe() -> None:
+    module, example = channels()
+    recipe = ExportRecipe.get_recipe(CoreMLRecipeType.FP32)
+    export_by_recipe(module, [(example,)], recipe).save_to_pte("a.pte")
+    assert main(["extract", "a.pte", "-o", "a.mlpackage", "--rename", "image=photo"]) == 0
+    assert load_mlpackage("a.mlpackage").input_names == ("photo",)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("in_doubles", (), "the program is not one Core ML model: got 0 delegates, aten::"),
+        (
+            "tiny",
+            ("--skip-op", "sin", "--skip-op", "sum"),
+            "the program is not one Core ML model: got aten::",
+        ),
+    ],
+)
+def test_programs_that_do_more_than_one_delegate(
+    source: str,
+    options: tuple[str, ...],
+    message: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert export(f"{MODELS}:{source}", "-o", "a.pte", "--no-verify", *options) == 0
+    assert main(["extract", "a.pte", "-o", "a.mlpackage"]) == 1
+    assert message in capsys.readouterr().err
+    assert main(["extract", "a.pte", "-o", "models", "--rename", "a=b"]) == 1
+    assert "--rename is for an .mlpackage: got models" in capsys.readouterr().err
+    assert leftovers(folder) == {"a.pte", "colors.txt"}
 
 
 @pytest.mark.slow  # the import of timm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from coreml_delegate.device_check import sources
 from coreml_delegate.device_check.functions import FunctionView, operands, tensors
@@ -19,7 +20,7 @@ from coreml_delegate.device_check.records import (
     view_details,
 )
 from coreml_delegate.formats.text import decibels
-from coreml_delegate.mil.passes.for_devices import visible_rows_as_factor
+from coreml_delegate.mil.passes.for_devices import ATTENTIONS, visible_rows_as_factor
 from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.partition.grouping.moved_calls import moved_calls
 from coreml_delegate.runtime.diagnosis import Fault, ValueReport
@@ -136,6 +137,35 @@ def _other_types(view: FunctionView) -> Iterator[Details]:
     for dtype, ops in by_dtype.items():
         kinds = ", ".join(f"{kind} {n}" for kind, n in Counter(op.type for op in ops).most_common())
         yield view_details(view, f"{dtype.label}: {kinds}", (Place.of(view, op) for op in ops))
+
+
+_ROW_CHOICE: Final = {
+    "greater": "cast",
+    "cast": "reduce_max",
+    "reduce_max": "less_equal",
+    "less_equal": "select",
+}
+"""What reads each op of ``select(max(float(mask > -inf)) <= 0, 0, attention)``."""
+
+
+def _obstacle_to_other_types(view: FunctionView, op: Op) -> str | None:
+    """Return why an op stays: it may not leave, and no rewrite replaces it with its attention."""
+    return None if _hides_rows(view, op) else obstacle_to_leaving(view, op)
+
+
+def _hides_rows(view: FunctionView, op: Op) -> bool:
+    while op.type in _ROW_CHOICE:
+        readers = [
+            reader
+            for reader in view.users.get(op.outputs[0].name, ())
+            if reader.type == _ROW_CHOICE[op.type]
+        ]
+        if len(readers) != 1:
+            return False
+        (op,) = readers
+    operand = next(iter(op.inputs.get("b", ())), None) if op.type == "select" else None
+    producer = view.producers.get(operand.name) if isinstance(operand, Ref) else None
+    return producer is not None and producer.type in ATTENTIONS
 
 
 def _overflows(evidence: Evidence) -> Iterator[Details]:
@@ -294,8 +324,9 @@ RULES = (
         rewrite=Rewrite(
             (Device.NEURAL_ENGINE,),
             (moved_calls, visible_rows_as_factor),
-            "if ExecuTorch has a kernel and it splits no partition",
-            obstacle_to_leaving,
+            "with the attention whose rows a mask hides; others if ExecuTorch has a kernel and it "
+            "splits no partition",
+            _obstacle_to_other_types,
         ),
     ),
     Rule(

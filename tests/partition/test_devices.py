@@ -124,6 +124,17 @@ CASES = {
             {"aten.ne.Scalar", "dim_order_ops._to_dim_order_copy.default", "aten.cumsum.default"}
         ),
     ),
+    "rows that a computed mask hides": Case(
+        "unsupported-type",
+        lambda: Layers(
+            lambda m, x: m.last(
+                nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=m.mask(x))
+            ),
+            mask=nn.Linear(64, 64),
+            last=nn.Linear(64, 64),
+        ),
+        rows(1, 2, 64, 64),
+    ),
     "short last axes": Case(
         "narrow-last-axis",
         lambda: Layers(lambda m, x: m.linear(x).relu(), linear=nn.Linear(4, 6)),

@@ -85,7 +85,7 @@ def visible_rows_as_factor(op: Any) -> None:
     truths: Any = largest and made_by(largest.x, "cast")
     if not truths or number_in(comparison.y) != 0 or number_in(op.a) != 0:
         return
-    if truths.x.dtype.__name__ != "bool" or made_by(op.b, *_ATTENTIONS) is None:
+    if truths.x.dtype.__name__ != "bool" or made_by(op.b, *ATTENTIONS) is None:
         return
     keywords: Any = {"before_op": largest}
     factor, above = largest.outputs[0], made_by(truths.x, "greater")
@@ -105,7 +105,8 @@ def visible_rows_as_factor(op: Any) -> None:
         replace(op, mb.mul(x=op.b, y=factor, name=_name(op), before_op=op))
 
 
-_ATTENTIONS = ("matmul", "scaled_dot_product_attention")
+ATTENTIONS = ("matmul", "scaled_dot_product_attention")
+"""Ops whose result may be an attention."""
 _READS_MASK = frozenset({"add", "scaled_dot_product_attention"})
 
 

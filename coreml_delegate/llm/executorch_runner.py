@@ -1,26 +1,31 @@
-"""Text generation by ExecuTorch's own runner, with the delegates on our runtime.
+"""Text generation by ExecuTorch's own runners, with the delegates on our runtime.
 
-``TextLLMRunner`` is the C++ class that apps use, in the Python binding of ExecuTorch's wheel. It
-tokenizes, samples and writes the text to the standard output itself, without bytes that cannot be
-printed; its callbacks fail at tokens that are parts of a character.
+``TextLLMRunner``, and ``MultimodalRunner`` for images, are the C++ classes that apps use, in the
+Python binding of ExecuTorch's wheel. They tokenize, sample and write the text to the standard
+output themselves, without bytes that cannot be printed; their callbacks fail at tokens that are
+parts of a character.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from coreml_delegate import runtime
 from coreml_delegate.errors import EngineUnavailableError, OptionError, ProgramError
 from coreml_delegate.llm.generator import Throughput
-from coreml_delegate.llm.layout import FORWARD, Layout
+from coreml_delegate.llm.images import refuse_images
+from coreml_delegate.llm.layout import Layout
 from coreml_delegate.llm.tokenizer import FileTokenizer, tokenizer_file
 from coreml_delegate.options.engine_options import EngineOptions
 from coreml_delegate.patches.third_party import quiet_import
@@ -54,25 +59,29 @@ def generate(
     path: Path,
     tokenizer: Path,
     prompt: str,
+    images: Sequence[torch.Tensor] = (),
     *,
     limit: int | None = None,
     temperature: float = 0.0,
     engine: str = runtime.AUTO,
     options: EngineOptions | None = None,
 ) -> RunnerResult:
-    """Continue a text with ``TextLLMRunner``.
+    """Continue a text with ``TextLLMRunner``, or ``MultimodalRunner`` if the model reads images.
 
     Args:
         path: A ``.pte`` with the standard layout.
         tokenizer: The model's ``tokenizer.json``, or its folder.
-        prompt: The text to continue.
+        prompt: The text to continue, with the text of the image token for each image.
+        images: Pixels [1, 3, height, width] of each image, as the model takes them.
         limit: Largest number of tokens to generate; None for as many as fit into the context.
         temperature: Divides the logits, from 0 to 1; 0 takes the most probable token.
         engine: See ``runtime.register``.
         options: See ``runtime.register``.
 
     Raises:
-        OptionError: The temperature is out of range, or the tokenizer cannot be read.
+        OptionError: The temperature is out of range, the tokenizer cannot be read, or a text is
+            longer than the context, or than a chunk in a model that reads images.
+        InputError: The images do not fit the prompt or the model.
         EngineUnavailableError: ExecuTorch's wheel has no runner.
         ProgramError: The program has another layout, or the runner fails.
     """
@@ -82,7 +91,13 @@ def generate(
             got=str(temperature),
             expected=f"0 to {_MOST_TEMPERATURE:g}",
         )
-    room = _room(path, tokenizer, prompt)
+    layout = layout_of(path)
+    reader = FileTokenizer(tokenizer)
+    room = _room(layout, reader.encode(prompt), images)
+    mark = None if layout.image is None else reader.text_of(layout.image.token)
+    texts = [prompt] if mark is None else prompt.split(mark)
+    if mark is not None:
+        _check_texts(layout, reader, texts)
     runtime.register(engine=engine, options=options)
     stats: list[Any] = []
     with tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as output:
@@ -97,8 +112,13 @@ def generate(
                     max_new_tokens=min(room, limit or room),
                     num_bos=1,
                 )
-                runner = binding.TextLLMRunner(str(path), str(tokenizer_file(tokenizer)))
-                runner.generate(prompt, config, None, stats.append)
+                files = str(path), str(tokenizer_file(tokenizer))
+                if mark is None:
+                    runner = binding.TextLLMRunner(*files)
+                    runner.generate(prompt, config, None, stats.append)
+                else:
+                    runner = binding.MultimodalRunner(*files, None)
+                    runner.generate(_inputs(binding, texts, images), config, None, stats.append)
         except RuntimeError as error:
             lines = [line for line in _read(log).splitlines() if not _ROUTINE.match(line)]
             reason = "; ".join(lines[-_SHOWN_LINES:]) or str(error)
@@ -116,17 +136,31 @@ def generate(
     )
 
 
-def _room(path: Path, tokenizer: Path, prompt: str) -> int:
-    """Return how many tokens fit into the context after the prompt; the runner does not check."""
+def layout_of(path: Path) -> Layout:
+    """Return the layout of a program that one of ExecuTorch's runners of texts calls.
+
+    Raises:
+        ProgramError: None of them calls it.
+    """
     program = runtime.load_program(path)
     layout = Layout.read(program.method_names, lambda name: program.run(name, []))
-    if not layout.standard or layout.methods_of(None) != (FORWARD,):
-        raise ProgramError(
-            "ExecuTorch's text runner cannot call the program",
-            got=f"the layout {layout.name} with the methods {', '.join(layout.methods)}",
-            remedy="Export it with --layout standard, or generate with this package's own runner",
-        )
-    count = len(FileTokenizer(tokenizer).encode(prompt))
+    if layout.standard and layout.source is None:
+        return layout
+    raise ProgramError(
+        "ExecuTorch's runners of texts cannot call the program",
+        got=f"the layout {layout.name} with the methods {', '.join(layout.methods)}",
+        remedy="Export it with --layout standard, or generate with this package's own runner",
+    )
+
+
+def _room(layout: Layout, tokens: Sequence[int], images: Sequence[torch.Tensor]) -> int:
+    """Return how many tokens fit into the context after the prompt; the runner does not check."""
+    count = len(tokens)
+    if layout.image is None:
+        refuse_images(images)
+    else:
+        layout.image.check(tokens, images)
+        count += len(images) * (layout.image.positions - 1)
     if not 0 < count < layout.context:
         raise OptionError(
             "the prompt does not fit into the context",
@@ -134,6 +168,29 @@ def _room(path: Path, tokenizer: Path, prompt: str) -> int:
             expected=f"1 to {layout.context - 1}",
         )
     return layout.context - count
+
+
+def _check_texts(layout: Layout, reader: FileTokenizer, texts: Sequence[str]) -> None:
+    """Check that each text between images is a chunk at most."""
+    longest = max(len(reader.encode(text)) for text in texts)
+    if longest > layout.chunk:
+        raise OptionError(
+            "ExecuTorch's runner passes a text in one call, which is longer than a chunk",
+            got=f"{longest} tokens",
+            expected=f"at most {layout.chunk}",
+            remedy=f"Export with --prefill-chunk {longest}",
+        )
+
+
+def _inputs(binding: Any, texts: Sequence[str], images: Sequence[torch.Tensor]) -> list[Any]:
+    """Return texts with the images between them, as ``MultimodalRunner`` takes them."""
+    inputs: list[Any] = []
+    for text, image in itertools.zip_longest(texts, images):
+        if text:
+            inputs.append(binding.make_text_input(text))
+        if image is not None:
+            inputs.append(binding.make_image_input(image[0]))
+    return inputs
 
 
 def _binding() -> Any:

@@ -95,6 +95,17 @@ class FileTokenizer:
         """See ``Tokenizer``."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def text_of(self, token: int) -> str:
+        """Return the text of a special token.
+
+        Raises:
+            OptionError: The tokenizer has no such token.
+        """
+        text = self._tokenizer.id_to_token(token)
+        if text is None:
+            raise OptionError("the tokenizer is of another model", got=f"no token {token}")
+        return str(text)
+
 
 def load_tokenizer(
     path: Path | None, *, vocabulary: int, bos: int | None, image: int | None = None

@@ -292,8 +292,7 @@ def _model(
         else load_decoder(folder, config, **options)
     )
     image = image_input(decoder, preparation)
-    needs_methods = selection is not None or image is not None
-    standard, cache = _form(args, needs_methods=needs_methods)
+    standard, cache = _form(args, needs_methods=selection is not None)
     # ExecuTorch's runner passes an image in one call.
     least = image.positions if standard and image is not None else decoder.least_chunk
     chunk = min(args.prefill_chunk or max(_CHUNK[cache], least), context)

@@ -86,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runner",
         choices=RUNNERS,
         default="own",
-        help="what generates: this package (own, the default), or ExecuTorch's TextLLMRunner with "
-        "our delegate, as an app does (executorch)",
+        help="what generates: this package (own, the default), or ExecuTorch's runner of texts "
+        "and images with our delegate, as an app does (executorch)",
     )
     chats.add_arguments(parser)
     arguments.add_engine(parser)
@@ -140,7 +140,6 @@ def _run_executorch(args: argparse.Namespace) -> int:
         "--chat": args.chat,
         "--audio": args.audio,
         "--prompt-tokens": args.prompt_tokens,
-        "--image": args.image,
         "--adapter": args.adapter,
         "--stop": args.stop,
         "--host": args.host != "auto",
@@ -151,7 +150,7 @@ def _run_executorch(args: argparse.Namespace) -> int:
         if value:
             args.refuse_usage(f"{name} does not go with --runner {EXECUTORCH}")
     with console.step("Importing ExecuTorch"):
-        from coreml_delegate.llm.executorch_runner import generate
+        from coreml_delegate.llm.executorch_runner import generate, layout_of
         from coreml_delegate.scripts.program_arguments import engine_options
     if args.tokenizer is None:
         raise OptionError(
@@ -162,6 +161,7 @@ def _run_executorch(args: argparse.Namespace) -> int:
         args.program,
         args.tokenizer,
         args.prompt,
+        _images(args.image, layout_of(args.program)) if args.image else (),
         limit=args.max_new_tokens,
         temperature=args.temperature,
         engine=args.engine,

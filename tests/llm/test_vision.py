@@ -29,7 +29,7 @@ from support.vision_families import (
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import InputError, LoweringError, OptionError
-from coreml_delegate.llm import patch_towers, vision
+from coreml_delegate.llm import executorch_runner, patch_towers, vision
 from coreml_delegate.llm.checkpoint import load_decoder, read_config
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
@@ -503,3 +503,13 @@ def test_executorchs_runner_writes_the_text_of_transformers(name, cache, tmp_pat
         None,
     )
     assert "".join(pieces) == text_of(expected)
+    mark = text_of([IMAGE])
+    prompt = mark.join(map(text_of, (first, second, third)))
+    limit = {"limit": STEPS, "engine": "openvino"}
+    result = executorch_runner.generate(path, tokenizer, prompt, pixels, **limit)
+    assert result.text == text_of(expected)
+    assert result.prefill.tokens == len(first + second + third) + 2 * decoder.positions
+    with pytest.raises(OptionError, match="a text in one call, which is longer than a chunk"):
+        executorch_runner.generate(path, tokenizer, text_of([5] * (layout.chunk + 1)), **limit)
+    with pytest.raises(InputError, match="got 2 times token"):
+        executorch_runner.generate(path, tokenizer, prompt, pixels[:1], **limit)

@@ -10,14 +10,23 @@ CONSTRAINTS := .ci/constraints.txt
 TEST_ENV := OMP_NUM_THREADS=1 COREML_DELEGATE_COMPILED_CACHE=off PYTHONDONTWRITEBYTECODE=
 FUZZ := PYTHONPATH=../..:../../tests OMP_NUM_THREADS=1 ../../$(BIN)/python -m tests.fuzz.fuzz_mil
 
-.PHONY: demo test test-all smoke smoke-newer pytest pytest-all checks lint types imports docs bench conformance suite suite-upstream jax-suite regressions models fuzz upgrade clean
+.PHONY: demo test test-rest test-all times smoke smoke-newer pytest pytest-all checks lint types imports docs bench conformance suite suite-upstream jax-suite regressions models fuzz upgrade clean
 
 demo: $(STAMP)
 	$(BIN)/coreml-delegate demo
 
-# The checks run beside the tests: one test process often waits for the other at the end.
+# A sample of the ordinary tests, the same each time. The checks run beside it: one test process often
+# waits for the other at the end.
 test: $(STAMP)
 	$(MAKE) -j 2 pytest checks
+
+# The ordinary tests that are not in the sample.
+test-rest: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --part rest tests
+
+# Every ordinary test, to record the times that the sample is drawn by.
+times: $(STAMP)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --record-times tests
 
 test-all: $(STAMP)
 	$(MAKE) -j 2 pytest-all checks
@@ -37,7 +46,7 @@ smoke-newer: $(SMOKE)/.installed
 	$(TEST_ENV) $(NEWER)/python -m pytest -n 2 --dist loadgroup -m "not slow" --one-in 10 tests
 
 pytest: $(STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" tests
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --part sample tests
 
 pytest-all: $(STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup tests

@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import pytest
 import torch
 import torch._export.utils
 import torch.export.exported_program
+from support.sample import Recorder, checksum, sample_of
 from torch._subclasses import fake_impls
 
 from coreml_delegate import ops
@@ -34,6 +34,12 @@ _OWN_CACHE = pytest.StashKey[Path]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="run one in N of the tests")
+    parser.addoption(
+        "--part", choices=["sample", "rest"], help="run the sample of make test, or the other tests"
+    )
+    parser.addoption(
+        "--record-times", action="store_true", help="record the times that the sample is drawn by"
+    )
 
 
 _SUBJECTS = ("core_opset", "documents", "op_records_account", "op_rules", "regressions", "site")
@@ -67,6 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
     convert and compile; only those of these caches find what others have left.
     """
     os.environ.setdefault(LIMIT_VARIABLE, "off")
+    if config.getoption("record_times") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
     if CACHE_VARIABLE not in os.environ:
         config.stash[_OWN_CACHE] = Path(tempfile.mkdtemp(prefix="coreml-delegate-tests-"))
         os.environ[CACHE_VARIABLE] = str(config.stash[_OWN_CACHE])
@@ -94,7 +102,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as slow what ``share(n)`` leaves out: of each test, all but one in n of its cases.
 
-    ``--one-in`` then takes a sample of all tests. Both depend on nothing but the names.
+    ``--one-in`` then takes a sample of all tests, and ``--part`` the sample of the tests that are
+    not slow, or the others. All depend on nothing but the names and ``times.txt``.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -104,17 +113,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = same_test[0].get_closest_marker("share")
         assert marker is not None
         kept = -(-len(same_test) // marker.args[0])
-        by_name = sorted(same_test, key=lambda item: _checksum(item.nodeid.partition("[")[2]))
+        by_name = sorted(same_test, key=lambda item: checksum(item.nodeid.partition("[")[2]))
         for item in by_name[kept:]:
             item.add_marker(pytest.mark.slow)
-    left_out = {item for item in items if _checksum(item.nodeid) % config.getoption("one_in")}
+    left_out = {item for item in items if checksum(item.nodeid) % config.getoption("one_in")}
+    if (part := config.getoption("part")) is not None:
+        sample = sample_of(item for item in items if item.get_closest_marker("slow") is None)
+        left_out |= set(items) - sample if part == "sample" else sample
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
-
-
-def _checksum(name: str) -> int:
-    return zlib.crc32(name.encode())
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coreml_delegate.formats.text import decibels
 from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.declaration import options_of
+from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import new_output
 
@@ -40,6 +43,14 @@ def add_checkpoint(parser: argparse.ArgumentParser, libraries: str, alternatives
     arguments.add_seed(parser, "random weights")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.pte")
     parser.set_defaults(refuse_usage=parser.error)
+
+
+def add_lowering(parser: argparse.ArgumentParser, without: Collection[str] = frozenset()) -> None:
+    """Declare how the methods are lowered: ``CompileOptions`` except some, and ``--min-sqnr``."""
+    arguments.add_allow_missing_kernels(parser)
+    names = {option.name for option in options_of(CompileOptions)} - set(without)
+    arguments.add_options(parser, CompileOptions, names)
+    arguments.add_options(parser, PartitionerKeywords, ("min_sqnr_db",))
 
 
 def check_usage(args: argparse.Namespace) -> None:
@@ -80,7 +91,10 @@ def _read_gguf(path: Path) -> bytes:
 
 
 def write(
-    args: argparse.Namespace, program: Any, copies: Mapping[Path, Callable[[], bytes]]
+    args: argparse.Namespace,
+    program: Any,
+    copies: Mapping[Path, Callable[[], bytes]],
+    reports: Iterable[DelegationReport],
 ) -> None:
     """Write a program, and copies of files by their paths.
 
@@ -88,7 +102,15 @@ def write(
         args: Arguments with ``output`` and ``force``.
         program: ExecuTorch's program manager.
         copies: Functions that read them, by path.
+        reports: Of the methods.
+
+    Raises:
+        PrecisionError: A method misses ``--min-sqnr`` with ``--precision auto``, without
+            ``--force``.
     """
+    if not args.force:
+        for report in reports:
+            report.require_precision()
     contents = {path: read() for path, read in copies.items()}
     with new_output(args.output, force=args.force) as file:
         program.write_to_file(file)
@@ -98,7 +120,7 @@ def write(
 
 
 def partitioner(args: argparse.Namespace, **keywords: Any) -> CoreMLPartitioner:
-    """Return the partitioner of ``CompileOptions`` among the arguments.
+    """Return the partitioner of the arguments of ``add_lowering``.
 
     Args:
         args: The arguments.
@@ -108,7 +130,8 @@ def partitioner(args: argparse.Namespace, **keywords: Any) -> CoreMLPartitioner:
     from coreml_delegate.partition import CoreMLPartitioner
 
     keywords = {**arguments.keywords_of(args, CompileOptions), **keywords}
-    return CoreMLPartitioner(compile_specs=CoreMLBackend.generate_compile_specs(**keywords))
+    specs = CoreMLBackend.generate_compile_specs(**keywords)
+    return CoreMLPartitioner(compile_specs=specs, min_sqnr_db=args.min_sqnr)
 
 
 def report(
@@ -156,17 +179,20 @@ def methods_document(reports: Mapping[str, DelegationReport]) -> dict[str, dict[
             "delegated": len(report.delegated),
             "partitions": len(report.partitions),
             "on_the_cpu": sorted({node.op for node in report.undelegated}),
+            "precision": None if report.precision is None else report.precision.to_dict(),
         }
         for name, report in reports.items()
     }
 
 
 def methods_rows(document: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
-    """Return the lines of a summary for ``methods_document``."""
-    return (
-        (name, "{delegated} of {operations} operations on Core ML".format(**counts))
-        for name, counts in document.items()
-    )
+    """Yield the lines of a summary for ``methods_document``."""
+    for name, facts in document.items():
+        yield name, "{delegated} of {operations} operations on Core ML".format(**facts)
+        if (precision := facts["precision"]) is not None:
+            count = sum(len(island["nodes"]) for island in precision["islands"])
+            before, after = decibels(precision["before_db"]), decibels(precision["after_db"])
+            yield "", f"{after} on the example inputs, {count} operations in fp32 ({before} with 0)"
 
 
 def warn_of_cpu(name: str, report: DelegationReport) -> None:

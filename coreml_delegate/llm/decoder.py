@@ -133,7 +133,7 @@ class Decoder(nn.Module):
 
     def inputs(self, length: int) -> torch.Tensor:
         """Return example tokens or embeddings of ``length`` tokens for ``advance``."""
-        return torch.zeros(1, length, dtype=torch.long)
+        return (torch.arange(length) % self.vocabulary)[None]
 
     def input_modules(self, chunk: int) -> list[tuple[nn.Module, torch.Tensor]]:
         """Return the modules that compute the inputs of ``advance``, each with an example input."""

@@ -59,7 +59,7 @@ def export_encoder_decoder(
     position, last = torch.tensor([0]), torch.tensor([0])
     empty = [layer.empty(layout.context, 0, cache_dtype) for layer in model.layers]
     caches = [cache for tensors in empty for cache in tensors.values()]
-    token, chunk = (torch.zeros(1, n, dtype=torch.long) for n in (1, layout.chunk))
+    token, chunk = ((torch.arange(n) % model.vocabulary)[None] for n in (1, layout.chunk))
     empty_cross = [layer.empty(model.positions, 0, cache_dtype) for layer in model.cross]
     cross = [cache for tensors in empty_cross for cache in tensors.values()]
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):

@@ -430,8 +430,9 @@ def export_recognizer(recognizer: Recognizer) -> dict[str, ExportedProgram]:
         LoweringError: ``torch.export`` cannot capture the model.
     """
     model, frames = recognizer.model, recognizer.frames
-    samples = torch.zeros(frames * recognizer.settings.hop_length)
-    features = torch.zeros(1, recognizer.settings.bins, frames)
+    random = torch.Generator().manual_seed(0)
+    samples = 0.1 * torch.randn(frames * recognizer.settings.hop_length, generator=random)
+    features = torch.randn(1, recognizer.settings.bins, frames, generator=random)
     methods: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
         ENCODER: (recognizer.encoder, (features, torch.tensor([frames])))
     }
@@ -440,7 +441,7 @@ def export_recognizer(recognizer: Recognizer) -> dict[str, ExportedProgram]:
         width, layers = config.decoder_hidden_size, config.num_decoder_layers
         # Separate tensors, because torch.export merges inputs that are the same object.
         states = [torch.zeros(layers, 1, width) for _ in range(2)]
-        vectors = [torch.zeros(1, 1, width) for _ in range(2)]
+        vectors = [torch.randn(1, 1, width, generator=random) for _ in range(2)]
         methods[DECODER_STEP] = (DecoderStep(model), (torch.zeros(1, 1).long(), *states))
         methods[JOINT] = (Joint(model), tuple(vectors))
     with torch.no_grad(), wrap_errors("torch.export cannot capture the model", kind=LoweringError):

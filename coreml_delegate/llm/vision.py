@@ -369,7 +369,7 @@ class VisionDecoder(Decoder):
         family = _FAMILIES[config.model_type]
         size = family.size(config, image_size)
         refusal = f"{type(model).__name__} does not compute with an image and a text"
-        pixels = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        pixels = _example_image(size)
         with torch.no_grad(), wrap_errors(refusal, kind=LoweringError):
             count = family.positions(model, pixels)
             text = torch.tensor([_probe_text(config.image_token_id, count)])
@@ -437,14 +437,20 @@ class VisionDecoder(Decoder):
 
     def inputs(self, length: int) -> torch.Tensor:
         """Return example embeddings of ``length`` tokens for ``advance``."""
-        return torch.zeros(1, length, self.image_rows.channels)
+        with torch.no_grad():
+            return Embed(self)(super().inputs(length))
 
     def input_modules(self, chunk: int) -> list[tuple[nn.Module, torch.Tensor]]:
         """Return the modules that compute embeddings of an image and of tokens; see ``Decoder``."""
         return [
-            (Vision(self), torch.zeros(1, 3, *self.size)),
-            (Embed(self), torch.zeros(1, chunk, dtype=torch.long)),
+            (Vision(self), _example_image(self.size)),
+            (Embed(self), super().inputs(chunk)),
         ]
+
+
+def _example_image(size: tuple[int, int]) -> torch.Tensor:
+    """Return random pixels [1, 3, H, W] from -1 to 1."""
+    return torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
 class Vision(nn.Module):
@@ -497,7 +503,7 @@ def image_input(decoder: Decoder, preparation: Preparation | None) -> ImageInput
     return ImageInput(
         token=decoder.model.config.image_token_id,
         positions=decoder.positions,
-        width=decoder.inputs(1).shape[2],
+        width=decoder.image_rows.channels,
         preparation=preparation,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.scripts import arguments, checkpoints, console, quantization_options
 from coreml_delegate.scripts.arguments import check_outputs
 from coreml_delegate.scripts.commands import Command
@@ -47,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "logit of NO behind the text; texts of tokens, or their numbers (Qwen3-Reranker: yes,no)",
     )
     quantization_options.add_weight_modes(parser)
-    arguments.add_allow_missing_kernels(parser)
-    arguments.add_options(parser, CompileOptions)
+    checkpoints.add_lowering(parser)
     arguments.add_force(parser)
     arguments.add_json(parser)
 
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         methods = export_encoder(encoder)
     with console.step("Lowering to Core ML"):
         program = lower_methods(methods, partitioner, constants(encoder))
-    checkpoints.write(args, program, tokenizer)
+    checkpoints.write(args, program, tokenizer, partitioner.reports)
     facts = {
         "parameters": parameters,
         "lengths": list(encoder.lengths),

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
-from coreml_delegate.options.declaration import options_of
 from coreml_delegate.options.weight_compression import OPTION, Stage, demand
 from coreml_delegate.quantization import QuantizationAssignment, QuantizationMode
 from coreml_delegate.quantization.configs import neural_engine_stage
@@ -140,10 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model's weights; repeatable (default name: the folder's)",
     )
     quantization_options.add_weight_modes(parser, calibrated=True)
-    arguments.add_allow_missing_kernels(parser)
-    own = {"device"}  # its form of the layers has an option of the same name
-    names = {option.name for option in options_of(CompileOptions)} - own
-    arguments.add_options(parser, CompileOptions, names)
+    # Its form of the layers has an option of the same name.
+    checkpoints.add_lowering(parser, without={"device"})
     arguments.add_force(parser)
     arguments.add_json(parser)
 
@@ -183,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
     if has_bytes and layout.vocabulary >= BYTES:
         image = None if layout.image is None else layout.image.token
         tokenizer[of_bytes] = partial(byte_tokenizer, layout.vocabulary, layout.bos, image)
-    checkpoints.write(args, program, tokenizer)
+    checkpoints.write(args, program, tokenizer, partitioner.reports)
     _report(args, parameters, decoder, layout, adapters, partitioner)
     checkpoints.require_kernels(args, partitioner.reports)
     return 0
@@ -470,7 +467,9 @@ def _partitioner(args: argparse.Namespace, layout: Layout) -> CoreMLPartitioner:
             )
         )
     has_states = layout.cache is CacheKind.STATE
-    return CoreMLPartitioner(compile_specs=specs, take_over_mutable_buffer=has_states)
+    return CoreMLPartitioner(
+        compile_specs=specs, take_over_mutable_buffer=has_states, min_sqnr_db=args.min_sqnr
+    )
 
 
 def _report(

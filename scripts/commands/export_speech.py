@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.scripts import arguments, checkpoints, console, quantization_options
 from coreml_delegate.scripts.arguments import check_outputs
 from coreml_delegate.scripts.commands import Command
@@ -24,8 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{SECONDS:g})",
     )
     quantization_options.add_weight_modes(parser)
-    arguments.add_allow_missing_kernels(parser)
-    arguments.add_options(parser, CompileOptions)
+    checkpoints.add_lowering(parser)
     arguments.add_force(parser)
     arguments.add_json(parser)
 
@@ -56,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         methods = export_recognizer(recognizer)
     with console.step("Lowering to Core ML"):
         program = lower_methods(methods, partitioner, recognizer.constants())
-    checkpoints.write(args, program, tokenizer)
+    checkpoints.write(args, program, tokenizer, partitioner.reports)
     facts = {
         "parameters": parameters,
         "kind": recognizer.kind.value,

@@ -223,6 +223,27 @@ def test_a_budget_is_kept(folder, capsys):
     assert output.is_file()
 
 
+def test_precision_auto_holds_its_target_or_writes_nothing(config, tmp_path, capsys):
+    output = tmp_path / "model.pte"
+    command = ["export-llm", "--random", str(config), "-o", str(output), "--precision", "auto"]
+    assert main([*command, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)["methods"]["forward"]["precision"]
+    assert plain["before_db"] == plain["after_db"] > 40
+    assert not plain["islands"]
+    target = plain["after_db"] + 2
+    assert main([*command, "--json", "--force", "--min-sqnr", str(target)]) == 0
+    report = json.loads(capsys.readouterr().out)["methods"]["forward"]["precision"]
+    assert report["after_db"] >= target
+    assert report["islands"]
+    assert main([*command, "--min-sqnr", "300", "--force"]) == 0
+    assert " operations in fp32 (" in capsys.readouterr().out
+    before = leftovers(tmp_path)
+    command[command.index(str(output))] = str(tmp_path / "other.pte")
+    assert main([*command, "--min-sqnr", "300"]) == 1
+    assert "expected at least 300 dB" in capsys.readouterr().err
+    assert leftovers(tmp_path) == before
+
+
 def test_options_that_executorchs_runner_lacks_are_wrong_usage(program, tmp_path, capsys):
     for option in (["--top-k", "5"], ["--stop", "x"], ["--chat", "--tokenizer", "x"]):
         with pytest.raises(SystemExit):

@@ -118,7 +118,8 @@ def generate(
                     runner.generate(prompt, config, None, stats.append)
                 else:
                     runner = binding.MultimodalRunner(*files, None)
-                    runner.generate(_inputs(binding, texts, images), config, None, stats.append)
+                    inputs = _inputs(binding, reader, texts, images)
+                    runner.generate(inputs, config, None, stats.append)
         except RuntimeError as error:
             lines = [line for line in _read(log).splitlines() if not _ROUTINE.match(line)]
             reason = "; ".join(lines[-_SHOWN_LINES:]) or str(error)
@@ -182,9 +183,14 @@ def _check_texts(layout: Layout, reader: FileTokenizer, texts: Sequence[str]) ->
         )
 
 
-def _inputs(binding: Any, texts: Sequence[str], images: Sequence[torch.Tensor]) -> list[Any]:
+def _inputs(
+    binding: Any, reader: FileTokenizer, texts: Sequence[str], images: Sequence[torch.Tensor]
+) -> list[Any]:
     """Return texts with the images between them, as ``MultimodalRunner`` takes them."""
     inputs: list[Any] = []
+    # The runner puts what begins a text before the first text, and nothing before an image.
+    if not texts[0] and (beginning := reader.encode("")):
+        inputs.append(binding.make_token_input(beginning))
     for text, image in itertools.zip_longest(texts, images):
         if text:
             inputs.append(binding.make_text_input(text))

@@ -226,6 +226,15 @@ def test_a_chunk_of_executorchs_runner_has_a_whole_image(photo, tmp_path, capsys
     assert executorch["prefill"]["tokens"] == own["prefill"]["tokens"] == 18
     printable = [chr(token) for token in own["tokens"] if 32 <= token < 127]
     assert executorch["text"] == "".join(printable)
+    reader = tokenizers.Tokenizer.from_file(str(tmp_path / "model.tokenizer.json"))
+    reader.post_processor = tokenizers.processors.TemplateProcessing("! $A", None, [("!", 33)])
+    reader.save(str(tmp_path / "tokenizer.json"))
+    for prompt, count in (("<image>b", 18), ("a<image>b", 19)):
+        words = [prompt, "--image", photo, "--max-new-tokens", LIMIT, "--json"]
+        words += ["--tokenizer", tmp_path / "tokenizer.json"]
+        for runner in ("own", "executorch"):
+            assert generate(output, *words, "--runner", runner) == 0
+            assert json.loads(capsys.readouterr().out)["prefill"]["tokens"] == count
     assert main([*command, "--force", "--prefill-chunk", "8"]) == 1
     assert "got 8 tokens, expected at least 16" in capsys.readouterr().err
     few = [*command, "--force", "--prefill-chunk", "8", "--layout", "methods"]

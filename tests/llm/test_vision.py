@@ -507,7 +507,7 @@ def test_executorchs_runner_writes_the_text_of_transformers(name, cache, tmp_pat
     prompt = mark.join(map(text_of, (first, second, third)))
     limit = {"limit": STEPS, "engine": "openvino"}
     result = executorch_runner.generate(path, tokenizer, prompt, pixels, **limit)
-    assert result.text == text_of(expected)
+    assert result.text == "".join(filter(str.isprintable, text_of(expected)))
     assert result.prefill.tokens == len(first + second + third) + 2 * decoder.positions
     with pytest.raises(OptionError, match="a text in one call, which is longer than a chunk"):
         executorch_runner.generate(path, tokenizer, text_of([5] * (layout.chunk + 1)), **limit)

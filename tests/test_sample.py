@@ -33,16 +33,22 @@ def _names(tests: list[Any]) -> list[str]:
     return sorted(test.name for test in sample.sample_of(tests))
 
 
-def test_a_module_has_tests_until_its_time_is_spent(times: Path) -> None:
-    times.write_text("0.50 a.py::test_short\n9.00 b.py::test_long\n")
-    short = [Test(f"tests/a.py::test_short[{n}]@group") for n in range(100)]  # 50 s: a tenth are 5
-    long = [Test(f"tests/b.py::test_long[{n}]") for n in range(3)]
+def test_a_module_has_the_tests_that_fit_into_its_time(times: Path) -> None:
+    times.write_text("0.50 a.py::test_short\n9.00 b.py::test_long\n8.00 b.py::test_less\n")
+    short = [Test(f"tests/a.py::test_short[{n}]@group") for n in range(100)]  # 50 s: 6% are 3
+    long = [Test(f"tests/b.py::test_{name}[{n}]") for name in ("long", "less") for n in range(3)]
     new = [Test(f"tests/b.py::test_new[{n}]") for n in range(5)]
     names = _names([*short, *long, *new])
-    assert sum("short" in name for name in names) == 10
-    assert sum("long" in name for name in names) == 1
+    assert sum("short" in name for name in names) == 6
+    assert sum("long" in name for name in names) == 0
+    assert sum("less" in name for name in names) == 1
     assert sum("new" in name for name in names) == 5
     assert _names([*reversed(long), *new, *short]) == names
+
+
+def test_a_test_that_takes_too_long_is_left_to_the_rest(times: Path) -> None:
+    times.write_text("16.00 a.py::test_long\n")
+    assert _names([Test("tests/a.py::test_long")]) == []
 
 
 def test_times_are_means_of_cases(times: Path) -> None:

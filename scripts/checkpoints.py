@@ -191,8 +191,11 @@ def methods_rows(document: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[st
         yield name, "{delegated} of {operations} operations on Core ML".format(**facts)
         if (precision := facts["precision"]) is not None:
             count = sum(len(island["nodes"]) for island in precision["islands"])
+            # Without islands the ratio after is that of a program in fp32, which is not written.
             before, after = decibels(precision["before_db"]), decibels(precision["after_db"])
-            yield "", f"{after} on the example inputs, {count} operations in fp32 ({before} with 0)"
+            text = f"{after if count else before} on the example inputs"
+            text += f", {count} operation(s) in fp32 ({before} without)" if count else ""
+            yield "", text + ("" if precision["is_reached"] else ", below the target")
 
 
 def warn_of_cpu(name: str, report: DelegationReport) -> None:

@@ -12,7 +12,7 @@ from support import sample
 
 @dataclass(frozen=True)
 class Test:
-    """What the sample reads of a ``pytest.Item``."""
+    """The attributes of ``pytest.Item`` that the sample reads."""
 
     __test__ = False
     nodeid: str

@@ -145,7 +145,7 @@ _ROW_CHOICE: Final = {
     "reduce_max": "less_equal",
     "less_equal": "select",
 }
-"""What reads each op of ``select(max(float(mask > -inf)) <= 0, 0, attention)``."""
+"""Op -> the op that reads it, in ``select(max(float(mask > -inf)) <= 0, 0, attention)``."""
 
 
 def _obstacle_to_other_types(view: FunctionView, op: Op) -> str | None:
@@ -154,6 +154,7 @@ def _obstacle_to_other_types(view: FunctionView, op: Op) -> str | None:
 
 
 def _hides_rows(view: FunctionView, op: Op) -> bool:
+    """Whether an op computes which rows of an attention a mask hides."""
     while op.type in _ROW_CHOICE:
         readers = [
             reader

@@ -95,6 +95,11 @@ def test_a_function_computes_what_jax_does(name: str) -> None:
     check_function(function, *arguments)
 
 
+def test_a_kernel_may_have_more_values_at_once_than_the_cpu_has_registers() -> None:
+    """digamma of a long vector, where OpenVINO's generated kernel needs more than AVX2's 16."""
+    check_function(lax.digamma, np.linspace(0.5, 5, 400, dtype=np.float32))
+
+
 def _main(body: str, takes: str = "%x: tensor<4xf32>", gives: str = "tensor<4xf32>") -> str:
     return f"func.func @main({takes}) -> ({gives}) {{\n{body}\n}}"
 

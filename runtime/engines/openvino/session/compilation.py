@@ -38,6 +38,8 @@ _logger = logging.getLogger(__name__)
 _PRECISION_HINT: Final = "INFERENCE_PRECISION_HINT"
 # The property that allows integer kernels between fake-quantizes.
 _INTEGER_KERNELS: Final = "LP_TRANSFORMS_MODE"
+# The property that allows one generated kernel for a chain of elementwise operations.
+_GENERATED_KERNELS: Final = "SNIPPETS_MODE"
 # Activations per scale, where they are quantized at each call; OpenVINO's own default.
 _QUANTIZED_GROUP: Final = 32
 
@@ -103,7 +105,7 @@ def _build(
     fusion.rewrite_for_plugin(translated.model)
     _require_memory(translated.model)
     try:
-        compiled = core.compile_model(translated.model, DEVICE, config)
+        compiled = _compile(core, translated.model, config)
     except (RuntimeError, MemoryError) as error:
         raise UnsupportedOpError(
             "OpenVINO cannot compile the function", got=last_line(error)
@@ -116,6 +118,15 @@ def _build(
     if cache is not None:
         cache.keep(result, shapes)
     return result
+
+
+def _compile(core: Any, model: Any, config: Mapping[str, object]) -> Any:
+    try:
+        return core.compile_model(model, DEVICE, config)
+    except RuntimeError as error:
+        # A generated kernel can have more values at once than the CPU has registers.
+        _logger.info("compiled without generated kernels: %s", last_line(error))
+        return core.compile_model(model, DEVICE, {**config, _GENERATED_KERNELS: "DISABLE"})
 
 
 def _config(options: EngineOptions, mode: _Mode, function: Function) -> dict[str, object]:

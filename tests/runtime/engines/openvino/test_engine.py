@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import openvino as ov
 import pytest
 from support import handmade, mil
 from support.mil import ct, mb, types
@@ -22,6 +23,7 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO, engine
+from coreml_delegate.runtime.engines.openvino.session.compilation import compile_function
 from coreml_delegate.runtime.mil.reader import read_program
 from coreml_delegate.targets import Opset
 
@@ -241,6 +243,31 @@ def test_unsupported_returns_every_reason_once():
     assert second.startswith("pad (output 'padded'): unknown pad mode")
     with pytest.raises(UnsupportedOpError, match=r"classify .*reference engine"):
         OPENVINO.compile(main, EngineOptions())
+
+
+class _WithoutGeneratedKernels:
+    """A core that compiles nothing with generated kernels; ``refused`` counts such attempts."""
+
+    def __init__(self) -> None:
+        self.refused = 0
+
+    def get_property(self, device: str, name: str) -> object:
+        return ov.Core().get_property(device, name)
+
+    def compile_model(self, model: ov.Model, device: str, config: dict[str, object]) -> object:
+        if config.get("SNIPPETS_MODE") != "DISABLE":
+            self.refused += 1
+            raise RuntimeError("not enough registers")
+        return ov.Core().compile_model(model, device, config)
+
+
+def test_what_generated_kernels_cannot_do_is_compiled_without_them():
+    x = _RNG.standard_normal((2, 3)).astype(np.float32)
+    main = mil.main(mil.build(_double, {"x": x}))
+    core = _WithoutGeneratedKernels()
+    (result,) = compile_function(core, main, EngineOptions(), None)({"x": x}).values()
+    np.testing.assert_array_equal(result, 2 * x)
+    assert core.refused == 1
 
 
 def test_a_failure_of_openvino_at_run_time_is_an_execution_error():

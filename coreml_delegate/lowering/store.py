@@ -148,7 +148,7 @@ def fingerprint(program: ExportedProgram, options: CompileOptions) -> str:
         lines.append(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}")
         if node.op == "placeholder":  # the values of calls follow from these
             lines.append(_describe(node.meta.get("val")))
-    return digest(*lines)
+    return digest(*lines, *_outside_graph(program, options))
 
 
 def keep(program: ExportedProgram, options: CompileOptions) -> CachedBlob:
@@ -252,7 +252,7 @@ class ConversionCacheEntry:
             return None
         if sum(value.nbytes for value in constants.values()) > cache_options.limit_bytes:
             return None
-        lines = [toolchain(), fingerprint(program, options), *_outside_graph(program, options)]
+        lines = [toolchain(), fingerprint(program, options)]
         if records_constants:
             lines.append("with constants in fp32")
         key = hashlib.sha256(digest(*lines).encode())

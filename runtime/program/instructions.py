@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -88,9 +88,14 @@ class DelegateOnlyValues:
 def find_delegate_only_values(
     method: MethodInfo, delegates: Sequence[DelegateCallable]
 ) -> DelegateOnlyValues:
-    """Find the values that only delegates use."""
+    """Find the values that only delegates use.
+
+    Raises:
+        UnsupportedOpError: An operator has no kernel.
+    """
     delegate_inputs: set[int] = set()
     delegate_outputs: Counter[int] = Counter()
+    written: set[int] = {*method.inputs}
     used_elsewhere = {
         index for value in method.values if isinstance(value, IndexList) for index in value.items
     }
@@ -102,12 +107,20 @@ def find_delegate_only_values(
                 delegate_outputs.update(instruction.args[count:])
             case KernelCall():
                 used_elsewhere.update(instruction.args)
+                written.update(_written_values(instruction, method))
             case MoveCall():
                 used_elsewhere.update((instruction.source, instruction.target))
+                written.add(instruction.target)
             case JumpFalseCall():
                 used_elsewhere.add(instruction.condition)
             case FreeCall():
                 used_elsewhere.add(instruction.value)
+    views = _views(method, written | delegate_outputs.keys())
+    used_elsewhere |= {
+        index
+        for index in {*delegate_inputs, *delegate_outputs} - views.keys()
+        if any(_overlap(method.values[index], view) for view in views.values())
+    }
     inputs = delegate_inputs.intersection(method.inputs) - used_elsewhere - delegate_outputs.keys()
     outputs = {
         index
@@ -118,6 +131,40 @@ def find_delegate_only_values(
         and value.is_row_major
     }
     return DelegateOnlyValues(frozenset(inputs), frozenset(outputs))
+
+
+def _written_values(call: KernelCall, method: MethodInfo) -> Iterator[int]:
+    """Yield the values that a kernel fills or replaces, the members of lists included."""
+    kernel = find_kernel(call.operator)
+    positions = (*kernel.mutated, *range(len(kernel.parameters), len(call.args)))
+    if kernel.result_at is not None:
+        positions = (*positions, kernel.result_at)
+    for index in (call.args[position] for position in positions if position < len(call.args)):
+        value = method.values[index]
+        yield from value.items if isinstance(value, IndexList) else (index,)
+
+
+def _views(method: MethodInfo, written: Collection[int]) -> dict[int, TensorSpec]:
+    """Return planned tensors that nothing writes to.
+
+    ExecuTorch's memory planner places a view of static sizes on the memory of its source, and no
+    instruction is left of it.
+    """
+    return {
+        index: value
+        for index, value in enumerate(method.values)
+        if index not in written and isinstance(value, TensorSpec) and value.allocation is not None
+    }
+
+
+def _overlap(value: object, view: TensorSpec) -> bool:
+    """Whether a value shares bytes of planned memory with a view."""
+    if not isinstance(value, TensorSpec) or value.allocation is None or view.allocation is None:
+        return False
+    start, end = value.allocation.offset, value.allocation.offset + value.nbytes
+    view_start, view_end = view.allocation.offset, view.allocation.offset + view.nbytes
+    is_same_arena = value.allocation.arena == view.allocation.arena
+    return is_same_arena and start < view_end and view_start < end
 
 
 def _replaced_values(

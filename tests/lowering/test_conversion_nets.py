@@ -18,7 +18,7 @@ from support.failing_conversions import (
     fresh_trials,
 )
 from support.lowering import fp32_specs, lower, lower_core_aten, reasons
-from support.partitioned import Network, assert_equal_eager, example
+from support.partitioned import Network, assert_equal_eager, delegate_functions, example
 from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
@@ -293,6 +293,23 @@ def test_several_methods_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> 
     partitioners = {name: [CoreMLPartitioner(compile_specs=fp32_specs())] for name in programs}
     to_edge_transform_and_lower(programs, partitioner=partitioners)
     assert counts["mlprogram"] == 2
+
+
+def test_methods_that_differ_in_their_sizes_only_have_a_blob_each() -> None:
+    """Their graphs are equal to the letter: a symbol of an input has the same name in each."""
+    programs = {
+        str(most): torch.export.export(
+            nn.Tanh(), example(4, 2), dynamic_shapes=({0: torch.export.Dim("n", min=2, max=most)},)
+        )
+        for most in (8, 64)
+    }
+    edge = to_edge_transform_and_lower(
+        programs, partitioner={name: [CoreMLPartitioner()] for name in programs}
+    )
+    for most in (8, 64):
+        (function,) = delegate_functions(edge, str(most))
+        (x,) = function.inputs
+        assert x.bounds == ((2, most), (2, 2))
 
 
 def test_a_lowering_takes_over_the_blobs_of_the_plan_before_it(

@@ -298,10 +298,9 @@ RECORDS = (
     Regression(
         issues(COREMLTOOLS, 2813),
         "`rand` always gave fp32",
-        Here.REFUSED,
-        "coremltools fails to translate it",
-        (case(lambda v: torch.rand(2, dtype=torch.float16) + v, x(2), compare=False),),
-        refused={"aten.rand.default": "coremltools fails to translate it"},
+        Here.DELEGATED,
+        "it is `rand_like` of zeros of its type",
+        (case(lambda v: (torch.rand(2, dtype=torch.float16) <= 1) + v, x(2)),),
     ),
     Regression(
         issues(COREMLTOOLS, 2710, 2337),

@@ -41,9 +41,9 @@ def assert_equal_eager(pte: bytes, module: nn.Module, inputs: tuple[torch.Tensor
     torch.testing.assert_close(actual, expected, atol=ATOL, rtol=RTOL)
 
 
-def delegate_functions(edge: Any) -> list[Function]:
-    """Return the main function of every delegate of a lowered edge program."""
-    modules = edge.exported_program().graph_module
+def delegate_functions(edge: Any, method: str = "forward") -> list[Function]:
+    """Return the main function of every delegate of a method of a lowered edge program."""
+    modules = edge.exported_program(method).graph_module
     blobs = [
         getattr(modules, n.target).processed_bytes
         for n in modules.graph.nodes

@@ -13,7 +13,7 @@ import torch
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge
 from executorch.exir.passes import MemoryPlanningPass
 from support.delegated import modules, one_input, scalar, two_methods
-from support.eager_backend import BACKEND_ID, EagerDelegate
+from support.eager_backend import BACKEND_ID, EagerDelegate, lower
 from support.programs import CASES, Arithmetic, Counter, export, export_case
 from support.tolerances import ATOL_RTOL
 
@@ -188,6 +188,29 @@ def test_an_input_for_delegates_alone_is_not_copied(shared_with_cpu: bool, copie
     for strided in (x, torch.randn(4, 3).T):
         check_close(program.run("forward", [strided]), outputs_of(module(strided)))
     assert (x.data_ptr() not in taken) is copied
+
+
+class Viewed(torch.nn.Module):
+    """A delegate, and a kernel that reads the delegate's input or result in another shape."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x):
+        y = torch.relu(x) + x
+        return y, torch.sin((x if self.of == "input" else y).view(4, 3))
+
+
+@pytest.mark.parametrize("of", ["input", "result"])
+def test_a_kernel_reads_a_view_of_what_a_delegate_uses(of: str) -> None:
+    """No instruction is left of the view: its tensor lies where the planner puts its source."""
+    module, x = Viewed(of), torch.randn(3, 4)
+    pte = lower({"forward": (module, (x,), None)}, "aten.relu.default", "aten.add.Tensor")
+    (method,) = PteProgram.open(pte).methods
+    assert set(method.operators) == {"aten::sin.out"}
+    program = PythonProgram(pte, EagerDelegate, backend_id=BACKEND_ID)
+    check_close(program.run("forward", [x]), outputs_of(module(x)))
 
 
 def test_results_are_cast_to_the_programs_dtype() -> None:

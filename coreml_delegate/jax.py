@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from coreml_delegate.graph import Backend
 from coreml_delegate.options.compile_options import Precision
 from coreml_delegate.options.declaration import checked
 from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.patches.jax import jax_module, static_arguments
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.stablehlo import Program
 from coreml_delegate.stablehlo import compile as compile_program
@@ -102,7 +102,7 @@ class _Signature:
     def __init__(
         self, exported: Any, static: Mapping[ArgumentKey, Any], states: Mapping[ArgumentKey, int]
     ) -> None:
-        self._tree_util = _jax("jax.tree_util")
+        self._tree_util = jax_module("jax.tree_util")
         self._exported = exported
         self._static = dict(static)
         self.states = dict(states)
@@ -248,7 +248,7 @@ def compile(
         LoweringError: JAX is not installed, or Core ML cannot express the function.
         OptionError: ``states`` or an option is not accepted.
     """
-    jitted = function if hasattr(function, "lower") else _jax("jax").jit(function)
+    jitted = function if hasattr(function, "lower") else jax_module("jax").jit(function)
     exported = export(jitted, *args, **kwargs)
     static = _static_arguments(jitted, args, kwargs)
     signature = _Signature(exported, static, states or {})
@@ -273,7 +273,11 @@ def _samples(
         data = [[arg for n, arg in enumerate(args) if n not in signature.states]]
     named = {name: arg for name, arg in kwargs.items() if name not in signature.states}
     samples = [signature.leaves(tuple(sample), named) for sample in data]
-    if any(isinstance(leaf, _jax("jax").ShapeDtypeStruct) for leaves in samples for leaf in leaves):
+    if any(
+        isinstance(leaf, jax_module("jax").ShapeDtypeStruct)
+        for leaves in samples
+        for leaf in leaves
+    ):
         raise OptionError(
             "precision auto measures a function on example inputs",
             got="jax.ShapeDtypeStruct",
@@ -292,7 +296,7 @@ def export(jitted: Any, *args: Any, **kwargs: Any) -> Any:
         LoweringError: JAX is not installed, or the function calls back to Python.
     """
     try:
-        return _jax("jax.export").export(jitted, platforms=("cpu",))(*args, **kwargs)
+        return jax_module("jax.export").export(jitted, platforms=("cpu",))(*args, **kwargs)
     except NotImplementedError as error:
         # JAX does not export callbacks, nor name them; the lowered program names them.
         compile_program(jitted.lower(*args, **kwargs), "reference")
@@ -323,35 +327,23 @@ def save(exported: Any, path: Path | str, **options: Any) -> Program:
     return convert_program(exported, path, **options)
 
 
-def _jax(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise LoweringError(
-            "JAX is not installed", got=str(error), remedy="pip install 'coreml-delegate[jax]'"
-        ) from error
-
-
 def _as_array(leaf: Any) -> Any:
     """Convert an argument as JAX does: to 64 bits only if JAX is configured for them."""
-    dtypes = _jax("jax.dtypes")
+    dtypes = jax_module("jax.dtypes")
     if isinstance(leaf, np.ndarray | np.generic | bool | int | float):
         array = np.asarray(leaf)
         return array.astype(dtypes.canonicalize_dtype(array.dtype), copy=False)
     if hasattr(leaf, "dtype") and dtypes.issubdtype(leaf.dtype, dtypes.prng_key):
-        return np.asarray(_jax("jax.random").key_data(leaf))
+        return np.asarray(jax_module("jax.random").key_data(leaf))
     return leaf
 
 
 def _static_arguments(
     jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[ArgumentKey, Any]:
-    # JAX has no public attribute for them.
-    info = getattr(jitted, "_jit_info", None)
-    positions = [
-        n % len(args) for n in getattr(info, "static_argnums", ()) if -len(args) <= n < len(args)
-    ]
-    names = [name for name in getattr(info, "static_argnames", ()) if name in kwargs]
+    numbers, names = static_arguments(jitted)
+    positions = [n % len(args) for n in numbers if -len(args) <= n < len(args)]
+    names = [name for name in names if name in kwargs]
     return {**{n: args[n] for n in positions}, **{name: kwargs[name] for name in names}}
 
 

@@ -12,7 +12,6 @@ import torch
 from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
 from executorch.exir.verification.verifier import EXIRATenDialectVerifier
-from torch._export.verifier import SpecViolationError
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Node
 
@@ -36,7 +35,7 @@ from coreml_delegate.partition.precision import (
 )
 from coreml_delegate.partition.report import DelegationReport, NodeReport
 from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
-from coreml_delegate.patches.torch import OpOverload
+from coreml_delegate.patches.torch import OpOverload, SpecViolationError
 from coreml_delegate.runtime.precision import (
     LoweredProgram,
     Measurements,

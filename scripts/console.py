@@ -179,20 +179,14 @@ def session(verbosity: int) -> Generator[None]:
 
 @contextmanager
 def _quiet_torch(*, enabled: bool) -> Generator[None]:
-    """Silence torch's loggers, which have handlers of their own on stderr.
-
-    Torch also raises the errors that it logs, and the command reports them once.
-    """
+    """Silence torch, which also raises the errors that it logs: the command reports them once."""
     if not enabled:
         yield
         return
-    from torch._logging._internal import set_logs
+    from coreml_delegate.patches.torch import quiet_loggers
 
-    set_logs(all=logging.CRITICAL)
-    try:
+    with quiet_loggers():
         yield
-    finally:
-        set_logs()
 
 
 def _complain(kind: str, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import torch
 from coreml_delegate import runtime
 from coreml_delegate.errors import OptionError
 from coreml_delegate.exported.source_model import SourceModel
+from coreml_delegate.patches.jax import xla_client
 from coreml_delegate.patches.third_party import wrap_errors
 from coreml_delegate.runtime.loading import Execution, Input, LoadedProgram, Output
 from coreml_delegate.scripts.inputs.input_files import random_inputs
@@ -134,12 +134,12 @@ def _run_mlir(path: Path) -> _Compiled:
 
     from coreml_delegate.stablehlo.parse import mlir_module
 
-    xla_client: Any = importlib.import_module("jax._src.lib").xla_client
+    xla = xla_client()
     client = backend.get_backend("cpu")
     device = client.local_devices()[0]
     # A module belongs to its MLIR context; XLA parses the text in its own.
     compiled = client.compile_and_load(
-        str(mlir_module(path)), xla_client.DeviceList((device,)), xla_client.CompileOptions()
+        str(mlir_module(path)), xla.DeviceList((device,)), xla.CompileOptions()
     )
 
     def run(arrays: list[Any]) -> Sequence[Any]:

@@ -27,6 +27,7 @@ from torch._subclasses import fake_impls
 from coreml_delegate import ops
 from coreml_delegate.formats.caches import CACHE_VARIABLE
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE
+from coreml_delegate.patches.openvino import import_openvino
 from coreml_delegate.patches.third_party import coremltools
 
 _OWN_CACHE = pytest.StashKey[Path]()
@@ -72,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     The user's is neither read, which would hide what a change does to trials, nor filled. Tests
     convert and compile; only those of these caches find what others have left.
     """
+    import_openvino()  # before tests do, whose import would fork a process for its telemetry
     os.environ.setdefault(LIMIT_VARIABLE, "off")
     if config.getoption("record_times") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from executorch.exir._serialize._named_data_store import NamedDataStore
 from executorch.exir.backend.backend_details import PreprocessResult
 from executorch.exir.backend.compile_spec_schema import CompileSpec
 from torch.export import ExportedProgram
@@ -50,6 +49,7 @@ from coreml_delegate.lowering.merging import FunctionModel, merge
 from coreml_delegate.lowering.store import Outcome, Sharing
 from coreml_delegate.ops.constants import state_value
 from coreml_delegate.options.compile_options import CompileOptions, ModelType, WeightSharing
+from coreml_delegate.patches.executorch import NamedDataStore
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -28,7 +27,7 @@ from coreml_delegate.ops import Reason, ReasonCode, record_of
 from coreml_delegate.ops.call import GETITEM, target_name
 from coreml_delegate.ops.constants import is_derived, stored_constants
 from coreml_delegate.options.compile_options import CompileOptions
-from coreml_delegate.patches.torch import FakeTensor
+from coreml_delegate.patches.torch import FakeTensor, real_by_fake
 from coreml_delegate.targets import Opset
 
 logger = logging.getLogger(__name__)
@@ -233,23 +232,8 @@ def real_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             continue
         mode = tensor.fake_mode
         if id(mode) not in modes:
-            modes[id(mode)] = _real_by_fake(mode)
+            modes[id(mode)] = real_by_fake(mode)
         real = modes[id(mode)].get(id(tensor))
         if real is not None and real.shape == tensor.shape and real.dtype == tensor.dtype:
             real_tensors[name] = real
     return real_tensors
-
-
-def _real_by_fake(mode: Any) -> dict[int, torch.Tensor]:
-    """Return the real tensors of a fake mode by the identity of their fakes."""
-    # Private attributes of torch, whose release this project pins.
-    converter = getattr(mode.fake_tensor_converter, "meta_converter", None)
-    described = getattr(getattr(converter, "describer", None), "lookup_tensor", None)
-    fakes = getattr(converter, "tensor_memo", None)
-    if described is None or fakes is None:
-        return {}
-    return {
-        id(fake): real
-        for real, number in described.items()
-        if (fake := fakes.get(number)) is not None and isinstance(real, torch.Tensor)
-    }

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._export.verifier import load_verifier
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
@@ -28,7 +27,7 @@ from torch.fx.node import map_arg
 
 from coreml_delegate.ops.call import GETITEM, overload_of, target_name
 from coreml_delegate.ops.sizes import is_size
-from coreml_delegate.patches.torch import FakeTensor, pytree
+from coreml_delegate.patches.torch import FakeTensor, load_verifier, pytree
 
 
 def program_of(

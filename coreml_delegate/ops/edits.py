@@ -11,8 +11,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from executorch.exir.dialects._ops import ops as exir_ops
-from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx import GraphModule, Node
@@ -20,7 +18,8 @@ from torch.fx.node import map_arg
 
 from coreml_delegate.ops.call import GETITEM, OpCall, overload_of, target_name
 from coreml_delegate.ops.record import Rewrite
-from coreml_delegate.patches.torch import detect_fake_mode, schema_of
+from coreml_delegate.patches.executorch import exir_ops
+from coreml_delegate.patches.torch import detect_fake_mode, enable_python_dispatcher, schema_of
 
 ATEN: Any = exir_ops.edge.aten
 

@@ -1,11 +1,19 @@
-"""Private interfaces of ExecuTorch."""
+"""Private interfaces of ExecuTorch.
+
+The store of named data and the operators of the edge dialect have no public names.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
+from executorch.exir._serialize._named_data_store import NamedDataStore
+from executorch.exir.dialects._ops import ops as exir_ops
+
 from coreml_delegate.patches import PrivateInterface
+
+__all__ = ["BACKEND_SEARCH", "NamedDataStore", "exir_ops", "hide_from_search"]
 
 _LIBRARY = "executorch"
 _VERSIONS = ("1.5",)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._export.verifier import SpecViolationError, load_verifier
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
@@ -31,12 +34,18 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
+    "SpecViolationError",
     "TorchDispatchMode",
+    "all_schemas",
     "detect_fake_mode",
     "drop_pending_sizes",
+    "enable_python_dispatcher",
     "is_traceable_wrapper_subclass",
+    "load_verifier",
     "name_container",
     "pytree",
+    "quiet_loggers",
+    "real_by_fake",
     "replace_in_signature",
     "schema_of",
     "set_parts",
@@ -73,6 +82,34 @@ def schema_of(operator: Any) -> Any:
     No public function returns it.
     """
     return getattr(operator, "_schema", None)
+
+
+def all_schemas() -> list[Any]:
+    """Return the schemas, ``torch.FunctionSchema``, of all operators that are registered."""
+    private: Any = torch
+    return private._C._jit_get_all_schemas()
+
+
+@contextmanager
+def quiet_loggers() -> Generator[None]:
+    """Silence torch's loggers, which have handlers of their own on stderr."""
+    private: Any = importlib.import_module("torch._logging._internal")
+    private.set_logs(all=logging.CRITICAL)
+    try:
+        yield
+    finally:
+        private.set_logs()
+
+
+def real_by_fake(mode: Any) -> dict[int, torch.Tensor]:
+    """Return the real tensors that a ``FakeTensorMode`` knows, by the identity of their fakes."""
+    converter = mode.fake_tensor_converter.meta_converter
+    fakes = converter.tensor_memo
+    return {
+        id(fake): real
+        for real, number in converter.describer.lookup_tensor.items()
+        if (fake := fakes.get(number)) is not None and isinstance(real, torch.Tensor)
+    }
 
 
 def drop_pending_sizes(mode: Any) -> None:

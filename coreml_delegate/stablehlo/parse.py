@@ -6,13 +6,13 @@ before.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from coreml_delegate.errors import CoreMLDelegateError, LoweringError, UnsupportedOperatorError
+from coreml_delegate.patches.jax import jax_module, mlir_context
 
 Mlir = Any
 """A value of jaxlib's MLIR bindings, which have no types."""
@@ -79,23 +79,12 @@ def mlir_ir() -> Any:
     Raises:
         LoweringError: It is not installed.
     """
-    return _jax("jax.extend.mlir.ir")
+    return jax_module("jax.extend.mlir.ir")
 
 
 def dialect(name: str) -> Any:
     """Return the Python module of a dialect, as ``stablehlo``."""
-    return _jax(f"jax.extend.mlir.dialects.{name}")
-
-
-def _jax(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise LoweringError(
-            "StableHLO is read with jaxlib, which is not installed",
-            got=str(error),
-            remedy="pip install 'coreml-delegate[jax]'",
-        ) from error
+    return jax_module(f"jax.extend.mlir.dialects.{name}")
 
 
 def _is_path(source: str) -> bool:
@@ -116,7 +105,7 @@ def _of_bytes(content: bytes) -> Mlir:
 
 
 def _of_export(content: bytes) -> Mlir:
-    export = _jax("jax.export")
+    export = jax_module("jax.export")
     try:
         exported = export.deserialize(bytearray(content))
     except Exception as error:
@@ -131,7 +120,7 @@ def _of_bytecode(content: bytes) -> Mlir:
     is_portable = _PORTABLE in content[:64]
     try:
         if is_portable:
-            read = _jax("jax.extend.mlir").deserialize_portable_artifact
+            read = jax_module("jax.extend.mlir").deserialize_portable_artifact
             return _check_regions(read(content, context))
         return _check_regions(mlir_ir().Module.parse(content, context))
     except CoreMLDelegateError:
@@ -197,7 +186,7 @@ def decompose(op: Mlir) -> Mlir | None:
         # Registers the pass; repeated calls have no effect.
         dialect("stablehlo").register_stablehlo_passes()
         with context:
-            manager = _jax("jax.extend.mlir.passmanager").PassManager
+            manager = jax_module("jax.extend.mlir.passmanager").PassManager
             manager.parse(_DECOMPOSE).run(module.operation)
     except CoreMLDelegateError:
         raise
@@ -209,9 +198,8 @@ def decompose(op: Mlir) -> Mlir | None:
 
 
 def _context() -> Any:
-    # A new context for each program: a context keeps every constant that it has read. JAX's private
-    # function makes it, as there is no public way to register the dialect of functions.
-    return _jax("jax._src.interpreters.mlir").make_ir_context()
+    # A new context for each program: a context keeps every constant that it has read.
+    return mlir_context()
 
 
 def check_nesting(text: str) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.traceback import NodeSource
@@ -21,6 +20,7 @@ from coreml_delegate.exported.module_scope import ModulePattern, Scope, scopes_o
 from coreml_delegate.ops import NAMESPACES, Reason, ReasonCode
 from coreml_delegate.ops.call import DEQUANTIZE, QUANTIZE, target_name
 from coreml_delegate.partition.verdicts.parts import is_part, owning_call
+from coreml_delegate.patches.torch import all_schemas
 
 MARK = "coreml_do_not_delegate"
 """Key below ``node.meta["custom"]``, which decompositions and ``torch.export.save`` keep."""
@@ -365,8 +365,7 @@ def _unknown_op(option: str, kind: str, name: str, part: str, names: Iterable[st
 def _overloads_of(namespace: str) -> Mapping[str, set[str]]:
     """Return the operators of a namespace with their overloads, all in lower case."""
     overloads: dict[str, set[str]] = {}
-    schemas: Any = torch._C._jit_get_all_schemas()  # pyright: ignore[reportPrivateUsage]
-    for schema in schemas:
+    for schema in all_schemas():
         prefix, _, op = schema.name.partition("::")
         if prefix == namespace:
             overloads.setdefault(op.lower(), set()).add(schema.overload_name.lower() or "default")

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
-from typing import Any, cast
+from typing import Any
 
 from coreml_delegate.errors import EngineUnavailableError
+from coreml_delegate.patches.openvino import import_openvino
 from coreml_delegate.runtime.engines.base import CompiledFunction, Engine, EngineOptions
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
 from coreml_delegate.runtime.engines.program_source import ProgramSource
 from coreml_delegate.runtime.mil.program import Function
-
-_TELEMETRY = "openvino_telemetry"
-_MODULES = cast("dict[str, Any]", sys.modules)
-# Importing openvino reports the import over the network, from a forked process, in which JAX and
-# other libraries with threads may deadlock. Without this module openvino uses a stub.
-_MODULES.setdefault(_TELEMETRY, None)
 
 
 class OpenVinoEngine:
@@ -71,9 +64,7 @@ class OpenVinoEngine:
 
 @functools.cache
 def _core() -> Any:
-    core = importlib.import_module("openvino").Core()
-    if _MODULES.get(_TELEMETRY, core) is None:
-        del _MODULES[_TELEMETRY]  # other packages may import it
+    core = import_openvino().Core()
     core.get_property(DEVICE, "FULL_DEVICE_NAME")  # loads the CPU plugin
     return core
 

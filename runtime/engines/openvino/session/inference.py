@@ -19,6 +19,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from coreml_delegate.errors import ExecutionError, InputError
+from coreml_delegate.patches.openvino import infer_method
 from coreml_delegate.runtime.engines.base import Array, KernelTime, State
 from coreml_delegate.runtime.engines.openvino.graph import FAILURE
 from coreml_delegate.runtime.engines.openvino.plugin import DEVICE
@@ -47,11 +48,7 @@ from coreml_delegate.runtime.op_errors import last_line
 # Arrays of at least this size are bound instead of copied, in bytes.
 _BIND_BYTES = 1 << 16
 
-# The method of the extension class: openvino.InferRequest.infer wraps it in argument dispatch and a
-# dictionary class.
-_infer: Any = next(
-    vars(base)["infer"] for base in reversed(ov.InferRequest.__mro__) if "infer" in vars(base)
-)
+_infer: Any = infer_method()
 
 
 def _infer_on_one_thread(request: Any) -> None:

@@ -42,7 +42,6 @@ def add_checkpoint(parser: argparse.ArgumentParser, libraries: str, alternatives
     )
     arguments.add_seed(parser, "random weights")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.pte")
-    parser.set_defaults(refuse_usage=parser.error)
 
 
 def add_lowering(parser: argparse.ArgumentParser, without: Collection[str] = frozenset()) -> None:

@@ -89,7 +89,7 @@ def main_parser() -> argparse.ArgumentParser:
             command.name, help=command.summary, description=command.description
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=command.run, refuse_usage=subparser.error)
         subparser.add_argument(
             "-v",
             "--verbose",

@@ -66,11 +66,6 @@ def as_json(document: Any) -> str:
     return to_json(document, indent=2)
 
 
-def as_json_line(document: Any) -> str:
-    """Return ``document`` as JSON in one line, with inf and nan as strings."""
-    return to_json(document)
-
-
 def note(message: str) -> None:
     """Write a line of information to stderr."""
     sys.stderr.write(f"{message}\n")

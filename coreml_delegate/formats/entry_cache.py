@@ -56,7 +56,6 @@ _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<8sIIQQ32s")
 _CHECKED_FROM: Final = 16  # after magic, version and checksum
 _PAYLOAD: Final = 4096
-_KEY_BYTES: Final = 32
 
 _SUFFIX: Final = ".entry"
 # Age at which unfinished files of killed writers are removed; no writer takes so long.

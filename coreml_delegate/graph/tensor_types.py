@@ -115,7 +115,6 @@ _BY_SHORT = {member.short: member for member in DType}
 
 FLOATS = frozenset(dtype for dtype in DType if dtype.is_float)
 INTEGERS = frozenset(dtype for dtype in DType if dtype.is_integer)
-SIGNED = frozenset(dtype for dtype in INTEGERS if not dtype.is_unsigned)
 BOOLEANS = frozenset({DType.BOOL})
 NUMBERS = FLOATS | INTEGERS
 ALL = NUMBERS | BOOLEANS

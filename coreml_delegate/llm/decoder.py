@@ -122,11 +122,6 @@ class Decoder(nn.Module):
         """The projection to logits."""
         return self.model.get_output_embeddings()
 
-    @property
-    def tied(self) -> bool:
-        """Whether head and embedding share a weight."""
-        return self.head.weight is self.embedding.weight
-
     def language_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules that compute with tokens, by name."""
         yield from self.named_modules()

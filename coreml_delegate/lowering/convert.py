@@ -35,7 +35,8 @@ from coreml_delegate.lowering.coremltools_options import compression_passes, con
 from coreml_delegate.lowering.debug_handles import HANDLE, operation_calls
 from coreml_delegate.lowering.fp16 import fp16_cast, remaining_constants, remove_dead_code
 from coreml_delegate.lowering.native_parts import native_parts
-from coreml_delegate.mil.passes.for_devices import REWRITES, REWRITES_IN_FP32, rewrite
+from coreml_delegate.mil.passes.for_devices import REWRITES, REWRITES_IN_FP32
+from coreml_delegate.mil.passes.matching import rewrite
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.options.compile_options import CompileOptions, ModelType, Precision
 from coreml_delegate.patches import Patch, patched

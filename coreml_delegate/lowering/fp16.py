@@ -21,10 +21,16 @@ from torch.fx import Node
 from coreml_delegate.exported.module_scope import ModulePattern, scopes_of
 from coreml_delegate.formats.fp32_constants import Constants, as_lost, is_rounded
 from coreml_delegate.lowering.debug_handles import HANDLE
-from coreml_delegate.mil.passes.for_devices import Rewrite, rewrite
 from coreml_delegate.mil.passes.fp16_range import keep_in_fp16_range
 from coreml_delegate.mil.passes.fp32_islands import ops_in_fp32
-from coreml_delegate.mil.passes.matching import Selector, is_fp32, made_by, variables
+from coreml_delegate.mil.passes.matching import (
+    Rewrite,
+    Selector,
+    is_fp32,
+    made_by,
+    rewrite,
+    variables,
+)
 from coreml_delegate.options.compile_options import KeepFp32
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches import patched

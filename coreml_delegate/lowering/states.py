@@ -80,7 +80,6 @@ class _Buffer:
     """A mutable buffer of a subgraph, with its entries in signature and graph."""
 
     name: str
-    spec: InputSpec
     node: Node
     mutation: OutputSpec
     dtype: torch.dtype
@@ -95,9 +94,7 @@ def _buffers(program: ExportedProgram) -> Iterator[_Buffer]:
     for spec in list(signature.input_specs):
         if spec.kind is InputKind.BUFFER and spec.target in mutations:
             node = nodes[spec.arg.name]
-            yield _Buffer(
-                str(spec.target), spec, node, mutations[spec.target], node.meta["val"].dtype
-            )
+            yield _Buffer(str(spec.target), node, mutations[spec.target], node.meta["val"].dtype)
 
 
 def _check_dtype(buffer: _Buffer) -> None:

@@ -179,7 +179,7 @@ def _without_record(name: str) -> Reason:
 def part_of(source: Node, reason: Reason) -> Reason:
     """Return the reason to refuse a result of ``source``, which is refused for ``reason``."""
     text = f"part of {target_name(source.target)}: {reason.text}"
-    return Reason(reason.code, text, reason.remedy, reason.issue)
+    return Reason(reason.code, text, reason.remedy)
 
 
 def required_opset(nodes: Iterable[Node]) -> Opset:

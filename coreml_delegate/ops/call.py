@@ -82,16 +82,14 @@ class Reason:
         code: For programs.
         text: The obstacle, with the offending value.
         remedy: What the user can do, or None.
-        issue: Upstream issue that causes it, as ``owner/repo#number``, or None.
     """
 
     code: ReasonCode
     text: str
     remedy: str | None = None
-    issue: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.text} ({self.issue})" if self.issue else self.text
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from coreml_delegate.ops.constants import is_derived
 from coreml_delegate.ops.record import Constraint
 
 
-def argument_is(name: str, *accepted: Any, issue: str | None = None) -> Constraint:
+def argument_is(name: str, *accepted: Any) -> Constraint:
     """The argument, or its default, is among ``accepted``."""
 
     def check(call: OpCall) -> Reason | None:
@@ -22,9 +22,7 @@ def argument_is(name: str, *accepted: Any, issue: str | None = None) -> Constrai
         if any(value is a or value == a for a in accepted):
             return None
         expected = " or ".join(repr(a) for a in accepted)
-        return Reason(
-            ReasonCode.ARGUMENT, f"{name}={value!r}, Core ML takes {expected}", issue=issue
-        )
+        return Reason(ReasonCode.ARGUMENT, f"{name}={value!r}, Core ML takes {expected}")
 
     return check
 
@@ -44,18 +42,12 @@ def rank_between(name: str, low: int, high: int) -> Constraint:
     return check
 
 
-def only_result_used(index: int) -> Constraint:
-    """Only result ``index`` of the op is used; Core ML does not compute the others."""
-
-    def check(call: OpCall) -> Reason | None:
-        other_results = [n for n in call.results_used() if n != index]
-        if not other_results:
-            return None
-        return Reason(
-            ReasonCode.USE, f"result {other_results[0]} is used, Core ML has only result {index}"
-        )
-
-    return check
+def only_first_result_used(call: OpCall) -> Reason | None:
+    """Only the first result of the op is used; Core ML does not compute the others."""
+    others = [index for index in call.results_used() if index > 0]
+    if not others:
+        return None
+    return Reason(ReasonCode.USE, f"result {others[0]} is used, Core ML has only result 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from coreml_delegate.ops.call import (
 from coreml_delegate.ops.constraints import (
     argument_is,
     holds,
-    only_result_used,
+    only_first_result_used,
     rank_between,
     static_argument,
     static_result,
@@ -463,7 +463,7 @@ RECORDS = (
         _op(
             f"aten.{name}.default",
             dtypes={"": FLOAT, "indices": INTEGER, "offsets": INTEGER},
-            constraints=(only_result_used(0), _EQUAL_BAGS, _UNPADDED_MAXIMUM),
+            constraints=(only_first_result_used, _EQUAL_BAGS, _UNPADDED_MAXIMUM),
             standalone=False,
             rewrite=_embedding_bag,
         )

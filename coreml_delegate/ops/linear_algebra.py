@@ -18,7 +18,7 @@ from typing import Any
 from torch.fx import Node
 
 from coreml_delegate.ops.call import MAX_RANK, OpCall, ReasonCode
-from coreml_delegate.ops.constraints import holds, only_result_used
+from coreml_delegate.ops.constraints import holds, only_first_result_used
 from coreml_delegate.ops.edits import (
     ATEN,
     arguments_of,
@@ -252,7 +252,7 @@ def _flops_of_row_pairs(call: OpCall) -> int:
 _MAX_POINTS = 512  # the indices of their pairs take a megabyte
 _PAIRS = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
 _CONSTRAINTS = (
-    only_result_used(0),
+    only_first_result_used,
     holds(
         _has_small_matrices, ReasonCode.SHAPE, f"Core ML takes matrices of at most {_MAX_ROWS} rows"
     ),

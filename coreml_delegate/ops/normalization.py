@@ -15,7 +15,7 @@ from coreml_delegate.ops.constants import is_stored
 from coreml_delegate.ops.constraints import (
     IsConstant,
     argument_is,
-    only_result_used,
+    only_first_result_used,
     static_argument,
 )
 from coreml_delegate.ops.edits import (
@@ -169,13 +169,13 @@ RECORDS = (
     _batch_norm("aten._native_batch_norm_legit_no_training.default", constraints=_STATISTICS),
     _op(
         "aten._native_batch_norm_legit.no_stats",
-        constraints=(only_result_used(0),),
+        constraints=(only_first_result_used,),
         rewrite=_instance_norm,
     ),
     _op("aten.layer_norm.default", merge=_LAYERS, rewrite=_layer_norm),
     _op(
         "aten.native_layer_norm.default",
-        constraints=(only_result_used(0),),
+        constraints=(only_first_result_used,),
         merge=_LAYERS,
         rewrite=_layer_norm,
     ),
@@ -187,7 +187,7 @@ RECORDS = (
     # Its sizes are static arguments.
     _op(
         "aten.native_group_norm.default",
-        constraints=(only_result_used(0),),
+        constraints=(only_first_result_used,),
         rewrite=_group_norm,
     ),
     _op("aten.rms_norm.default", merge=_LAYERS, rewrite=_rms_norm),

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from coreml_delegate.ops.call import OpCall, ReasonCode, per_dim, target_name
-from coreml_delegate.ops.constraints import holds, only_result_used
+from coreml_delegate.ops.constraints import holds, only_first_result_used
 from coreml_delegate.ops.edits import (
     ATEN,
     arguments_of,
@@ -430,7 +430,7 @@ RECORDS = (
     *(
         _op(
             f"aten.max_pool{dims}d_with_indices.default",
-            constraints=(only_result_used(0), _STATIC_WINDOWS, _FEW_ELEMENTS),
+            constraints=(only_first_result_used, _STATIC_WINDOWS, _FEW_ELEMENTS),
             rewrite=_pool_first_result(_max_pool(dims), _MAX_POOLS[dims - 1]),
         )
         for dims in (2, 3)
@@ -463,7 +463,7 @@ RECORDS = (
     *(
         _adaptive_op(
             f"aten.adaptive_max_pool{dims}d.default",
-            constraints=(only_result_used(0), _STATIC_SIZE, _FEW_WINDOWS),
+            constraints=(only_first_result_used, _STATIC_SIZE, _FEW_WINDOWS),
             rewrite=_adaptive(ATEN.amax.default),
         )
         for dims in (2, 3)

@@ -13,7 +13,7 @@
     precision       PrecisionReport, with before_db, after_db, is_reached and share, or null
     nodes           list of NodeReport in graph order; delegated beside its fields
 
-Sizes are in bytes. Reasons have code, text, remedy and issue.
+Sizes are in bytes. Reasons have code, text and remedy.
 """
 
 from __future__ import annotations

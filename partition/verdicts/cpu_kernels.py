@@ -37,7 +37,6 @@ from coreml_delegate.patches.torch import HigherOrderOperator, OpOverload, schem
 
 logger = logging.getLogger(__name__)
 
-_ATEN: Any = torch.ops.aten
 
 # Libraries that register the out variants that ExecuTorch's memory planning needs.
 _REGISTERED_BY: Mapping[str, str] = MappingProxyType(

@@ -100,11 +100,6 @@ class PrecisionMeasurement:
         return worst(self.after_db) >= self.target_db
 
     @property
-    def worst_before_db(self) -> float:
-        """The ratio of the worst output in fp16."""
-        return worst(self.before_db)
-
-    @property
     def worst_after_db(self) -> float:
         """The ratio of the worst output with islands."""
         return worst(self.after_db)
@@ -142,7 +137,6 @@ def measure_model(
     model: Model,
     samples: Sequence[Sample],
     *,
-    handles: Mapping[str, Sequence[int]] | None = None,
     min_sqnr_db: float,
     search: bool = True,
 ) -> PrecisionMeasurement:
@@ -151,14 +145,13 @@ def measure_model(
     Args:
         model: The model, on the reference engine.
         samples: Arrays or tensors in the order of the model's inputs.
-        handles: Debug handles of the calls that an operation computes, by its first output.
         min_sqnr_db: See ``measure_method``.
         search: See ``measure_method``.
 
     Raises:
         CoreMLDelegateError: See ``measure_method``.
     """
-    measurements = Measurements(SingleModel(model, handles or {}), samples)
+    measurements = Measurements(SingleModel(model, {}), samples)
     return measurements.measure(min_sqnr_db, search=search)
 
 

@@ -92,7 +92,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chats.add_arguments(parser)
     arguments.add_engine(parser)
     arguments.add_json(parser)
-    parser.set_defaults(refuse_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:

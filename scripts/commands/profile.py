@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_seed(parser, "random inputs")
     arguments.add_force(parser)
     arguments.add_json(parser)
-    parser.set_defaults(refuse_usage=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:

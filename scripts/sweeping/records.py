@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.files import new_file, new_path
+from coreml_delegate.formats.text import to_json
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.sweeping.job_process import Ending, Status
 from coreml_delegate.scripts.sweeping.jobs import Job
@@ -198,7 +199,7 @@ class ResultFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with new_file(self.path / RESULTS) as lines, new_file(self.path / PAGE) as html:
             for row in rows:
-                lines.write(f"{console.as_json_line(row.as_dict())}\n".encode())
+                lines.write(f"{to_json(row.as_dict())}\n".encode())
             html.write(page.encode())
 
     def _record(self, key: str) -> Path:

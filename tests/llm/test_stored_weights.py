@@ -28,7 +28,7 @@ def test_matrices_are_in_the_file_until_they_are_read(tmp_path):
     stored = {name for name, p in decoder.named_parameters() if isinstance(p, StoredWeight)}
     assert stored == {f"model.{name}" for name, p in model.named_parameters() if p.dim() == 2}
     read_weights(decoder)
-    assert decoder.tied
+    assert decoder.head.weight is decoder.embedding.weight
     expected = dict(model.named_parameters())
     for name, parameter in decoder.named_parameters():
         assert type(parameter) is nn.Parameter

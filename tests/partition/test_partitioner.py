@@ -203,7 +203,6 @@ def test_the_report_as_json() -> None:
         "code": "no-rule",
         "text": "no Core ML translation of aten.asinh.default is known",
         "remedy": None,
-        "issue": None,
     }
 
 

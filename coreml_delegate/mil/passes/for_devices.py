@@ -8,7 +8,7 @@ decomposed before a program is cast to fp16, whose guards it needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +24,7 @@ from coreml_delegate.mil.compose.compressed import (
 )
 from coreml_delegate.mil.passes.matching import (
     MOVES,
+    Rewrite,
     constants,
     is_output,
     made_by,
@@ -33,9 +34,6 @@ from coreml_delegate.mil.passes.matching import (
     variables,
 )
 from coreml_delegate.targets import LARGEST_DIMENSION, Device, Opset
-
-Rewrite = Callable[[Any], None]
-"""Rewrites a MIL op in place, if it is of the kind that the rewrite is for."""
 
 HIDDEN = -40000.0
 """Score of a hidden position in place of minus infinity: fp16 has it, and its softmax is 0."""
@@ -48,23 +46,6 @@ BATCHED_RANK = 4
 
 FAST_POOL_STRIDES = frozenset({1, 2, 4})
 """Strides of pooling that are efficient on the neural engine."""
-
-
-def rewrite(program: Any, rewrites: Sequence[Rewrite]) -> None:
-    """Rewrite a MIL program in place; results that the rewrites leave unused stay in it."""
-    for function in program.functions.values():
-        _rewrite(function, rewrites)
-
-
-def _rewrite(block: Any, rewrites: Sequence[Rewrite]) -> None:
-    with block:
-        for apply in rewrites:
-            for op in list(block.operations):
-                if op.enclosing_block is not None:  # otherwise a rewrite has removed it
-                    apply(op)
-        for op in list(block.operations):
-            for inner in op.blocks:
-                _rewrite(inner, rewrites)
 
 
 def _name(op: Any) -> str:

@@ -27,6 +27,7 @@ zeros into NaN. Such values are clamped to the range of fp16.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ from coreml_delegate.mil.passes.matching import (
     operands,
     replace,
     replace_operand,
+    rewrite,
 )
 from coreml_delegate.patches.coremltools import INFINITE_FROM
 
@@ -64,19 +66,7 @@ def keep_in_fp16_range(program: Any, may_cast: Selector) -> None:
         program: A MIL program in fp32; edited in place.
         may_cast: Returns whether an op will be cast to fp16; other ops keep their range.
     """
-    for function in program.functions.values():
-        _rewrite(function, may_cast)
-
-
-def _rewrite(block: Any, may_cast: Selector) -> None:
-    with block:
-        for rewrite in _REWRITES:
-            for op in list(block.operations):
-                if op.enclosing_block is not None:  # otherwise a rewrite has removed it
-                    rewrite(op, may_cast)
-        for op in list(block.operations):
-            for inner in op.blocks:
-                _rewrite(inner, may_cast)
+    rewrite(program, [functools.partial(apply, may_cast=may_cast) for apply in _REWRITES])
 
 
 # Norms and other roots of squares

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 Selector = Callable[[Any], bool]
 """Returns whether coremltools may cast a MIL op to fp16."""
+
+Rewrite = Callable[[Any], None]
+"""Rewrites a MIL op in place, if it is of the kind that the rewrite is for."""
 
 MOVES = frozenset(
     {
@@ -19,6 +22,23 @@ MOVES = frozenset(
     }
 )
 """Ops whose results are elements of their operands."""
+
+
+def rewrite(program: Any, rewrites: Sequence[Rewrite]) -> None:
+    """Rewrite a MIL program in place; results that the rewrites leave unused stay in it."""
+    for function in program.functions.values():
+        _rewrite(function, rewrites)
+
+
+def _rewrite(block: Any, rewrites: Sequence[Rewrite]) -> None:
+    with block:
+        for apply in rewrites:
+            for op in list(block.operations):
+                if op.enclosing_block is not None:  # otherwise a rewrite has removed it
+                    apply(op)
+        for op in list(block.operations):
+            for inner in op.blocks:
+                _rewrite(inner, rewrites)
 
 
 def replace(op: Any, new: Any) -> None:

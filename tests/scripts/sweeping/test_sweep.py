@@ -66,7 +66,7 @@ def test_jobs_give_what_export_and_verify_give(capsys):
     assert kept.read_bytes() == program
     # Nothing is missing now, not even the job that failed.
     assert _sweep(text, "--keep-programs", "--list") == 0
-    assert capsys.readouterr().out == "net: nothing to do\nfailing: there already\n"
+    assert capsys.readouterr().out == "net: nothing to do\nfailing: nothing to do\n"
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def write(
         args: Arguments with ``output`` and ``force``.
         program: ExecuTorch's program manager.
         copies: Functions that read them, by path.
-        reports: Of the methods.
+        reports: Delegation reports, by method.
 
     Raises:
         PrecisionError: A method misses ``--min-sqnr`` with ``--precision auto``, without
@@ -144,8 +144,8 @@ def report(
     Args:
         args: Arguments with ``output`` and ``json``.
         facts: About the model, for ``--json``.
-        rows: The same, for people.
-        reports: Of the methods, by name.
+        rows: The facts as rows of a table.
+        reports: Delegation reports, by method.
     """
     size, methods = args.output.stat().st_size, methods_document(reports)
     if args.json:

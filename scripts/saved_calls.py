@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     proposers.add_argument(
         "--prompt-lookup",
         action="store_true",
-        help="propose the tokens that followed the last ones where the text had them before, and "
+        help="propose what followed the last tokens where the text had them before, and "
         "verify a chunk of them in one call; the program has to be exported with --logits all",
     )
     add_path(

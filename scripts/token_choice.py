@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_grammars(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "form of the text", f"each {_EXTRA}; the text ends where no longer one has the form"
+        "form of the text", f"each {_EXTRA}; the text ends where no longer text has the form"
     )
     rules = group.add_mutually_exclusive_group()
     rules.add_argument("--json-object", action="store_true", help="a JSON object")

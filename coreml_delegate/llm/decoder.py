@@ -1,7 +1,7 @@
 """A language model of ``transformers``, prepared for export.
 
 The modules stay those of ``transformers``. Attention and masks are replaced through its interfaces,
-rotary embeddings by tables, and for fp16 norms by safe ones. The logits are compared before and
+and rotary embeddings by tables. The logits are compared before and
 after, so that an untested architecture is not exported wrongly.
 """
 

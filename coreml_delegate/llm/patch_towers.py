@@ -31,7 +31,7 @@ def patches_of(pixels: torch.Tensor, config: Any) -> torch.Tensor:
 
     Args:
         pixels: [1, 3, H, W].
-        config: Of the tower.
+        config: The tower's configuration.
     """
     patch, merged, frames = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
     rows, columns = (side // (patch * merged) for side in pixels.shape[2:])
@@ -46,7 +46,7 @@ class PatchTower(nn.Module):
     """The tower for images of one size.
 
     Args:
-        tower: The tower of ``transformers``, in parts a part of the result.
+        tower: The tower of ``transformers``; modules of it are used.
         size: Height and width of an image, multiples of the size of merged patches.
     """
 
@@ -112,7 +112,7 @@ class WindowAttention(nn.Module):
     """Attention of a block of the tower, within windows of patches.
 
     Args:
-        attention: The block's own.
+        attention: The attention module of the block.
     """
 
     def __init__(self, attention: Any) -> None:

@@ -148,7 +148,7 @@ def warn_of_floats(quantized: int, weights: Iterable[torch.Tensor], reason: str)
 
     Args:
         quantized: Number of weights that were quantized.
-        weights: What they have become, and others.
+        weights: All weights of the loaded model.
         reason: Why.
     """
     floats = quantized - count_quantized(weights)

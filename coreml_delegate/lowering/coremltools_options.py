@@ -202,8 +202,8 @@ def _shared_weights(model: Any, stage: Stage, option: str) -> dict[str, Mapping[
             raise OptionError(
                 f"{option} asks for different compressions of one weight",
                 got=f"{op.name!r}, which is read by {names}",
-                expected="one for all that read it",
-                remedy=f"Say in 'op_name_configs' what becomes of {op.name!r}",
+                expected="one config for all that read it",
+                remedy=f"Give {op.name!r} a config, or None, in 'op_name_configs'",
             )
     return configs_by_name
 

@@ -310,7 +310,7 @@ def _require_workers(client: Client) -> None:
         client.wait_for_workers(1, timeout=_WORKERS)
     except TimeoutError as error:
         raise EngineUnavailableError(
-            "the scheduler has no workers", got=f"none in {_WORKERS} s"
+            "the scheduler has no workers", got=f"no worker in {_WORKERS} s"
         ) from error
     answers: Any = client.run(_check_worker, dict(contents.environment()), on_error="return")
     for address, answer in answers.items():

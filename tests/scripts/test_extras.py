@@ -110,17 +110,16 @@ _FILES = {
 
 _CHILD = """
 import contextlib, io, json, sys, traceback
+from importlib.machinery import PathFinder
 
 hidden = frozenset(sys.argv[1].split(","))
 
 
-class Hiding:
-    def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in hidden:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-sys.meta_path.insert(0, Hiding())
+# Finders of our own ask this one, too.
+find_spec = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: (
+    None if name.partition(".")[0] in hidden else find_spec(name, *more)
+)
 from coreml_delegate.scripts.cli import main
 
 for line in json.loads(sys.argv[2]):

@@ -309,7 +309,7 @@ FAMILIES: Mapping[str, Family] = {
     "phimoe": Family("Phi 3.5 MoE", "experts, layer norms", _EXPERTS),
     "deepseek_v3": Family(
         "DeepSeek V3, R1",
-        "experts in groups, shared ones, latent keys and values",
+        "experts in groups, shared experts, latent keys and values",
         {**_LATENT, **_GROUPS},
     ),
     "glm4_moe": Family(
@@ -321,10 +321,10 @@ FAMILIES: Mapping[str, Family] = {
     "glm4_moe_lite": Family(
         "GLM 4.7 Flash", "experts in groups, latent keys and values", {**_LATENT, **_GROUPS}
     ),
-    "dots1": Family("dots.llm1", "experts in groups, shared ones", {**_GROUPS, **_HEAD}),
+    "dots1": Family("dots.llm1", "experts in groups, shared experts", {**_GROUPS, **_HEAD}),
     "ernie4_5_moe": Family(
         "ERNIE 4.5 21B A3B",
-        "experts, shared ones",
+        "experts, shared experts",
         {**_HEAD, **_SHARED, "moe_num_experts": 6, "moe_k": 2},
     ),
     "hunyuan_v1_moe": Family(

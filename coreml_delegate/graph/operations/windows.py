@@ -273,7 +273,7 @@ def _inside(
 
 
 def _only_where(keep: Var, covered: np.ndarray[Any, Any], inside: np.ndarray[Any, Any]) -> Var:
-    """Correct ``keep``: false without a selection so far, true if the next is padding."""
+    """Return ``(keep and covered) or not inside``."""
     grid = tuple(keep.shape)
     if not covered.all():
         keep = mb.logical_and(x=keep, y=const(np.broadcast_to(covered, grid)))

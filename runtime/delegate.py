@@ -22,7 +22,7 @@ from coreml_delegate.formats.blob_layout import (
     models_in,
 )
 from coreml_delegate.runtime import machine
-from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
+from coreml_delegate.runtime.diagnosis import INACCURATE_BELOW_DB, Diagnosis
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.input_shapes import InputShapes
 from coreml_delegate.runtime.engines.reference import REFERENCE, Listener
@@ -128,7 +128,7 @@ class CoreMLDelegate:
         return [torch.from_numpy(results[name]) for name in self._outputs], events
 
     def diagnose(
-        self, inputs: Sequence[torch.Tensor], *, min_sqnr_db: float = MIN_SQNR_DB
+        self, inputs: Sequence[torch.Tensor], *, min_sqnr_db: float = INACCURATE_BELOW_DB
     ) -> Diagnosis:
         """Diagnose every value of a call with these inputs; the state is unchanged.
 

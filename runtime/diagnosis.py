@@ -26,7 +26,7 @@ from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Constant, Function
 from coreml_delegate.runtime.mil.widening import has_rounded_constants, widen_array, widen_function
 
-MIN_SQNR_DB = 20.0
+INACCURATE_BELOW_DB = 20.0
 """Ratio of signal to error below which a value has fewer than four right bits."""
 
 
@@ -138,7 +138,7 @@ def diagnose(
     inputs: Mapping[str, Array],
     *,
     state: State | None = None,
-    min_sqnr_db: float = MIN_SQNR_DB,
+    min_sqnr_db: float = INACCURATE_BELOW_DB,
 ) -> Diagnosis:
     """Compare every value of a run with the same value computed in fp32 and int64.
 

@@ -17,7 +17,7 @@ from coreml_delegate.formats.added_steps import AddedSteps
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.options.engine_options import EngineOptions, Precision
 from coreml_delegate.runtime.delegate import CoreMLDelegate, delegate_names, load_blob
-from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
+from coreml_delegate.runtime.diagnosis import INACCURATE_BELOW_DB, Diagnosis
 from coreml_delegate.runtime.engines.selection import AUTO, OPENVINO, REFERENCE
 from coreml_delegate.runtime.hosts import load_program
 from coreml_delegate.runtime.mil.dtypes import DType
@@ -197,7 +197,7 @@ class LoadedProgram(abc.ABC):
         return [value for value in results if isinstance(value, torch.Tensor)]
 
     def diagnose(
-        self, inputs: Sequence[Any], *, min_sqnr_db: float = MIN_SQNR_DB
+        self, inputs: Sequence[Any], *, min_sqnr_db: float = INACCURATE_BELOW_DB
     ) -> list[tuple[str, Diagnosis]]:
         """Run once; return each Core ML model's name and diagnosis, in order of execution.
 
@@ -269,7 +269,7 @@ class LoadedModel(LoadedProgram):
         return {} if self._state is None else self._state.snapshot()
 
     def diagnose(
-        self, inputs: Sequence[Any], *, min_sqnr_db: float = MIN_SQNR_DB
+        self, inputs: Sequence[Any], *, min_sqnr_db: float = INACCURATE_BELOW_DB
     ) -> list[tuple[str, Diagnosis]]:
         """Diagnose a run, which leaves the state as it is; see ``LoadedProgram``."""
         if isinstance(self._model, Pipeline):
@@ -324,7 +324,7 @@ class _LoadedMethod(LoadedProgram):
         return [as_output(value) for value in (*new_inputs, *results)]
 
     def diagnose(
-        self, inputs: Sequence[Any], *, min_sqnr_db: float = MIN_SQNR_DB
+        self, inputs: Sequence[Any], *, min_sqnr_db: float = INACCURATE_BELOW_DB
     ) -> list[tuple[str, Diagnosis]]:
         names = delegate_names(self._info).values()
         if not names:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from coreml_delegate.errors import InputError
 from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.runtime import diagnosis
-from coreml_delegate.runtime.diagnosis import MIN_SQNR_DB, Diagnosis
+from coreml_delegate.runtime.diagnosis import INACCURATE_BELOW_DB, Diagnosis
 from coreml_delegate.runtime.engines import limits
 from coreml_delegate.runtime.engines.base import EngineOptions, State
 from coreml_delegate.runtime.engines.input_shapes import InputShapes, check_shape, smallest_shape
@@ -199,7 +199,7 @@ class Model:
         inputs: Mapping[str, Any],
         state: State | None = None,
         *,
-        min_sqnr_db: float = MIN_SQNR_DB,
+        min_sqnr_db: float = INACCURATE_BELOW_DB,
     ) -> Diagnosis:
         """Find where the program loses its numbers: the first NaN, overflow or large error.
 

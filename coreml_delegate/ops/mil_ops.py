@@ -165,6 +165,8 @@ def _operand(context: Any, name: Any) -> Any:
         return context[name]
     if isinstance(name, tuple):
         return [_operand(context, item) for item in cast("tuple[Any, ...]", name)]
+    if name is None:
+        return None
     return np.float32(name) if isinstance(name, float) else np.int32(name)
 
 

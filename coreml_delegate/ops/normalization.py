@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from coreml_delegate.mil.compose.norms import rms_norm
 from coreml_delegate.ops.call import OpCall
 from coreml_delegate.ops.constants import is_stored
 from coreml_delegate.ops.constraints import (
@@ -46,21 +47,12 @@ def _has_only_dynamic_batch(x: torch.Tensor) -> bool:
     return not isinstance(batch, int) and all(isinstance(size, int) for size in sizes)
 
 
-def _rms_norm(node: Node) -> None:
-    """``x / sqrt(mean(x**2) + eps) * weight``.
-
-    Coremltools scales ``x``, but not the epsilon: apple/coremltools#2821.
-    """
-    arguments = arguments_of(node)
-    x, weight, eps = (arguments[n] for n in ("input", "weight", "eps"))
-    dims = list(range(-len(arguments["normalized_shape"]), 0))
-    epsilon = torch.finfo(value_of(node).dtype).eps if eps is None else eps
-    mean = insert(node, ATEN.mean.dim, insert(node, ATEN.mul.Tensor, x, x), dims, True)
-    root = insert(node, ATEN.rsqrt.default, insert(node, ATEN.add.Scalar, mean, epsilon))
-    if weight is None:
-        become(node, ATEN.mul.Tensor, x, root)
-    else:
-        become(node, ATEN.mul.Tensor, insert(node, ATEN.mul.Tensor, x, root), weight)
+def _rms_norm(
+    x: Any, shape: Sequence[int], weight: Any = None, epsilon: float | None = None
+) -> Any:
+    """Coremltools scales ``x``, but not the epsilon: apple/coremltools#2821."""
+    axes = range(x.rank - len(shape), x.rank)
+    return rms_norm(x, axes, _EPSILON if epsilon is None else epsilon, weight)
 
 
 def _layer_norm(node: Node) -> None:
@@ -151,6 +143,7 @@ def _count_normalized_dims(call: OpCall) -> int:
     return len(call.arguments["normalized_shape"])
 
 
+_EPSILON = torch.finfo(torch.float32).eps  # of a root mean square norm without one
 _MAX_UNMERGED_RANK = 4
 _LAYERS = leading("input", _count_normalized_dims)
 _STATISTICS = tuple(IsConstant(n) for n in ("weight", "bias", "running_mean", "running_var"))
@@ -190,5 +183,5 @@ RECORDS = (
         constraints=(only_first_result_used,),
         rewrite=_group_norm,
     ),
-    _op("aten.rms_norm.default", merge=_LAYERS, rewrite=_rms_norm),
+    _op("aten.rms_norm.default", merge=_LAYERS, translation=_rms_norm),
 )

@@ -24,7 +24,7 @@ from coreml_delegate.graph.emitter import (
 from coreml_delegate.graph.node import Node, Value
 from coreml_delegate.graph.tensor_types import BOOLEANS, FLOATS, Dim, DType, TensorType
 from coreml_delegate.mil.compose import mb
-from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm
+from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm, rms_norm
 from coreml_delegate.targets import Opset
 
 _GELU = {"none": "EXACT", "tanh": "TANH_APPROXIMATION"}
@@ -113,8 +113,7 @@ def _compose_rms_norm(c: Composer, node: Node, x: Var, *scale: Var) -> Var:
     else:
         # In fp16, squares of numbers above 255 are infinite.
         floats = mb.cast(x=x, dtype="fp32") if is_half else x
-        mean = mb.reduce_mean(x=mb.mul(x=floats, y=floats), axes=list(axes), keep_dims=True)
-        y = mb.mul(x=floats, y=mb.rsqrt(x=mean, epsilon=np.float32(node["epsilon"])))
+        y = rms_norm(floats, axes, node["epsilon"])
         y = mb.cast(x=y, dtype="fp16") if is_half else y
     return mb.mul(x=y, y=c.reshape(scale[0], scale_shape)) if scale else y
 

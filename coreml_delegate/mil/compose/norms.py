@@ -8,7 +8,7 @@ squares of the formula overflow fp16 from 256 on. Source: ANEMLL, apple/coremlto
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,20 @@ SMALLEST_EPSILON = float(np.finfo(np.float16).smallest_subnormal)
 
 _IMAGE_RANK = 4
 _ROUNDING = 2.0**-12  # relative error of rounding to fp16
+
+
+def rms_norm(x: Any, axes: Iterable[int], epsilon: float, scale: Any = None) -> Any:
+    """Return ``x / sqrt(mean(x^2) + epsilon) * scale`` in fp32; ``fp16_range`` makes it a ``Norm``.
+
+    Args:
+        x: MIL variable.
+        axes: Axes of the mean.
+        epsilon: Above 0.
+        scale: Variable or array that broadcasts to ``x``, or None for 1.
+    """
+    mean = mb.reduce_mean(x=mb.mul(x=x, y=x), axes=list(axes), keep_dims=True)
+    y = mb.mul(x=x, y=mb.rsqrt(x=mean, epsilon=np.float32(epsilon)))
+    return y if scale is None else mb.mul(x=y, y=scale)
 
 
 @dataclass(frozen=True, slots=True)

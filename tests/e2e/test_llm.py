@@ -218,7 +218,7 @@ def test_a_program_declares_its_layout(fp32):
 
 
 def test_a_program_without_a_language_model_is_refused():
-    with pytest.raises(ProgramError, match="is not a language model for ExecuTorch.s runners or of this package"):
+    with pytest.raises(ProgramError, match="is not a language model for ExecuTorch's runners"):
         Generator.load(tiny_pte())
 
 

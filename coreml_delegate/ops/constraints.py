@@ -44,10 +44,10 @@ def rank_between(name: str, low: int, high: int) -> Constraint:
 
 def only_first_result_used(call: OpCall) -> Reason | None:
     """Only the first result of the op is used; Core ML does not compute the others."""
-    others = [index for index in call.results_used() if index > 0]
-    if not others:
+    indices = [index for index in call.results_used() if index > 0]
+    if not indices:
         return None
-    return Reason(ReasonCode.USE, f"result {others[0]} is used, Core ML has only result 0")
+    return Reason(ReasonCode.USE, f"result {indices[0]} is used, Core ML has only result 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def schema_of(operator: Any) -> Any:
 
 
 def all_schemas() -> list[Any]:
-    """Return the schemas, ``torch.FunctionSchema``, of all operators that are registered."""
+    """Return the schemas, ``torch.FunctionSchema``, of all registered operators."""
     private: Any = torch
     return private._C._jit_get_all_schemas()
 

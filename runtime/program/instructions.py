@@ -95,7 +95,7 @@ def find_delegate_only_values(
     """
     delegate_inputs: set[int] = set()
     delegate_outputs: Counter[int] = Counter()
-    written: set[int] = {*method.inputs}
+    targets: set[int] = {*method.inputs}
     used_elsewhere = {
         index for value in method.values if isinstance(value, IndexList) for index in value.items
     }
@@ -107,15 +107,15 @@ def find_delegate_only_values(
                 delegate_outputs.update(instruction.args[count:])
             case KernelCall():
                 used_elsewhere.update(instruction.args)
-                written.update(_written_values(instruction, method))
+                targets.update(_target_values(instruction, method))
             case MoveCall():
                 used_elsewhere.update((instruction.source, instruction.target))
-                written.add(instruction.target)
+                targets.add(instruction.target)
             case JumpFalseCall():
                 used_elsewhere.add(instruction.condition)
             case FreeCall():
                 used_elsewhere.add(instruction.value)
-    views = _views(method, written | delegate_outputs.keys())
+    views = _views(method, targets | delegate_outputs.keys())
     used_elsewhere |= {
         index
         for index in {*delegate_inputs, *delegate_outputs} - views.keys()
@@ -133,7 +133,7 @@ def find_delegate_only_values(
     return DelegateOnlyValues(frozenset(inputs), frozenset(outputs))
 
 
-def _written_values(call: KernelCall, method: MethodInfo) -> Iterator[int]:
+def _target_values(call: KernelCall, method: MethodInfo) -> Iterator[int]:
     """Yield the values that a kernel fills or replaces, the members of lists included."""
     kernel = find_kernel(call.operator)
     positions = (*kernel.mutated, *range(len(kernel.parameters), len(call.args)))
@@ -144,7 +144,7 @@ def _written_values(call: KernelCall, method: MethodInfo) -> Iterator[int]:
         yield from value.items if isinstance(value, IndexList) else (index,)
 
 
-def _views(method: MethodInfo, written: Collection[int]) -> dict[int, TensorSpec]:
+def _views(method: MethodInfo, targets: Collection[int]) -> dict[int, TensorSpec]:
     """Return planned tensors that nothing writes to.
 
     ExecuTorch's memory planner places a view of static sizes on the memory of its source, and no
@@ -153,7 +153,7 @@ def _views(method: MethodInfo, written: Collection[int]) -> dict[int, TensorSpec
     return {
         index: value
         for index, value in enumerate(method.values)
-        if index not in written and isinstance(value, TensorSpec) and value.allocation is not None
+        if index not in targets and isinstance(value, TensorSpec) and value.allocation is not None
     }
 
 

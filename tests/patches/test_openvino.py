@@ -12,7 +12,7 @@ from coreml_delegate.patches.openvino import infer_method
 
 
 def _run(code: str) -> str:
-    """What a new process prints that runs the code."""
+    """Output of a new process that runs the code."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, check=True, text=True
     ).stdout.strip()

@@ -1,8 +1,8 @@
 """A language model of ``transformers``, prepared for export.
 
 The modules stay those of ``transformers``. Attention and masks are replaced through its interfaces,
-and rotary embeddings by tables. The logits are compared before and
-after, so that an untested architecture is not exported wrongly.
+and rotary embeddings by tables. The logits are compared before and after, so that an untested
+architecture is not exported wrongly.
 """
 
 from __future__ import annotations

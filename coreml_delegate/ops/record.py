@@ -1,7 +1,7 @@
 """The record of one ATen op: support, rewrite, FLOPs, quantization; the verdict on one call.
 
-The partitioner's verdicts, the rewrites before conversion, the estimated FLOPs, the
-quantizer's patterns and the documentation's table derive from it.
+The partitioner's verdicts, the rewrites before conversion, the estimated FLOPs, the quantizer's
+patterns and the documentation's table derive from it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from executorch.exir import (
 from ops.op_samples import ACCEPTED
 from ops.op_samples.sample import Calls, Sample, TensorArg
 from support.lowering import Function, Lowered, lower_unchecked, reasons
-from support.tolerances import ATOL_RTOL, SQNR_HALF, sqnr_db
+from support.tolerances import ATOL_RTOL, SQNR_HALF, SUM_LOST_DB, sqnr_db
 from torch import nn
 from torch.nn import functional as F
 
@@ -214,8 +214,6 @@ def _run(edge: EdgeProgramManager, inputs: tuple[torch.Tensor, ...]) -> list[Any
     return program.run("forward", list(inputs))
 
 
-# Sums in bfloat16 lose over 10 dB; sums in fp32 that are rounded once differ by less than 3.
-_LOST_DB = 6
 _LONG = 2048
 
 
@@ -273,6 +271,6 @@ def test_kernels_that_are_said_to_take_half_add_in_fp32(name: str, dtype: torch.
         sqnr_db(exact, result.double().numpy()) for result in (module(*inputs), actual)
     )
     if all(map(takes_half, calls)):
-        assert of_runtime > of_torch - _LOST_DB
+        assert of_runtime > of_torch - SUM_LOST_DB
     elif dtype is torch.bfloat16:
-        assert of_runtime < of_torch - _LOST_DB
+        assert of_runtime < of_torch - SUM_LOST_DB

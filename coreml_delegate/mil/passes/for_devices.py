@@ -32,6 +32,7 @@ from coreml_delegate.mil.passes.matching import (
     replace,
     replace_operand,
     variables,
+    zeroed_rows,
 )
 from coreml_delegate.targets import LARGEST_DIMENSION, Device, Opset
 
@@ -58,29 +59,20 @@ def _name(op: Any) -> str:
 def visible_rows_as_factor(op: Any) -> None:
     """Multiply an attention by 0 or 1, in place of a selection that makes hidden rows 0.
 
-    It is ``select(max(float(visible)) <= 0, 0, attention)``, where ``visible`` is a boolean mask,
-    or ``mask > -inf``. The neural engine has no booleans.
+    The neural engine has no booleans.
     """
-    comparison: Any = made_by(op.cond, "less_equal") if op.op_type == "select" else None
-    largest: Any = comparison and made_by(comparison.x, "reduce_max")
-    truths: Any = largest and made_by(largest.x, "cast")
-    if not truths or number_in(comparison.y) != 0 or number_in(op.a) != 0:
+    rows = zeroed_rows(op)
+    if rows is None or made_by(op.b, *ATTENTIONS) is None:
         return
-    if truths.x.dtype.__name__ != "bool" or made_by(op.b, *ATTENTIONS) is None:
-        return
+    largest, mask = rows.largest, rows.mask
     keywords: Any = {"before_op": largest}
-    factor, above = largest.outputs[0], made_by(truths.x, "greater")
-    if above is not None:
-        mask = above.x
-        if number_in(above.y) != -math.inf:
-            return
+    factor = largest.outputs[0]
+    if mask is not None:
         for reader in [r for r in mask.child_ops if r.op_type in _READS_MASK]:
             bounded = mb.maximum(x=mask, y=number(HIDDEN, mask), before_op=reader)
             replace_operand(reader, mask, bounded)
-        rows: Any = {"axes": largest.axes, "keep_dims": largest.keep_dims}
-        shifted = mb.add(
-            x=mb.reduce_max(x=mask, **rows, **keywords), y=number(-HIDDEN, mask), **keywords
-        )
+        best = mb.reduce_max(x=mask, axes=largest.axes, keep_dims=largest.keep_dims, **keywords)
+        shifted = mb.add(x=best, y=number(-HIDDEN, mask), **keywords)
         factor = mb.clip(x=shifted, alpha=number(0, mask), beta=number(1, mask), **keywords)
     if factor.dtype is op.b.dtype:
         replace(op, mb.mul(x=op.b, y=factor, name=_name(op), before_op=op))

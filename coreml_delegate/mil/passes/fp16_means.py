@@ -32,6 +32,7 @@ from coreml_delegate.mil.passes.matching import (
     number_in,
     only_reader,
     replace,
+    squared,
     variables,
 )
 from coreml_delegate.patches.coremltools import INFINITE_FROM
@@ -319,11 +320,11 @@ def centre_squares(difference: Any, may_cast: Selector) -> None:
     if difference.op_type != "sub" or not may_cast(difference):
         return
     squares, square = made_by(difference.x, "reduce_mean"), difference.y
-    mean = made_by(_root_of_square(square), "reduce_mean")
+    mean = made_by(squared(square), "reduce_mean")
     if squares is None or mean is None or not is_fp32(mean.x):
         return
     x = mean.x
-    if _root_of_square(squares.x) is not x:
+    if squared(squares.x) is not x:
         return
     axes = axes_of(squares, x.rank)
     if axes is None or axes != axes_of(mean, x.rank) or difference.x.shape != square.shape:
@@ -336,14 +337,6 @@ def centre_squares(difference: Any, may_cast: Selector) -> None:
     name = difference.outputs[0].name
     variance = mb.reduce_mean(x=power, axes=list(axes), keep_dims=keep, name=name, **keywords)
     replace(difference, variance)
-
-
-def _root_of_square(var: Any) -> Any:
-    """Return x of ``x ** 2``, or None."""
-    op = made_by(var, "square", "mul", "pow")
-    if op is None or (op.op_type == "mul" and op.x is not op.y):
-        return None
-    return None if op.op_type == "pow" and number_in(op.y) != 2 else op.x
 
 
 MEANS = (average_scaled_sum, scale_ones, scale_quotient)

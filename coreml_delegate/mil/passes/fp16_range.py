@@ -51,6 +51,8 @@ from coreml_delegate.mil.passes.matching import (
     replace,
     replace_operand,
     rewrite,
+    squared,
+    zeroed_rows,
 )
 from coreml_delegate.patches.coremltools import INFINITE_FROM
 
@@ -171,8 +173,10 @@ def _match_root(op: Any) -> _Root | None:
     view = made_by(total, "expand_dims", "reshape")
     reduced = total if view is None else view.x
     reduction = made_by(reduced, "reduce_mean", "reduce_sum", "reduce_sum_square")
-    x = None if reduction is None else _squared(reduction)
-    axes = None if x is None else axes_of(reduction, x.rank)
+    if reduction is None:
+        return None
+    x = reduction.x if reduction.op_type == "reduce_sum_square" else squared(reduction.x)
+    axes = axes_of(reduction, x.rank) if x is not None and x.rank else None
     if x is None or axes is None:
         return None
     reduced_shape = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
@@ -193,18 +197,6 @@ def _without_epsilon(total: Any) -> tuple[Any, float]:
         if number is not None and number > 0 and squares.shape == total.shape:
             return squares, number
     return total, 0.0
-
-
-def _squared(reduction: Any) -> Any:
-    """Return the variable whose squares are reduced, or None."""
-    if reduction.op_type == "reduce_sum_square":
-        return reduction.x
-    square = made_by(reduction.x, "square", "mul", "pow")
-    if square is None or not square.x.rank:
-        return None
-    if square.op_type == "mul":
-        return square.x if square.x is square.y else None
-    return square.x if square.op_type == "square" or number_in(square.y) == 2 else None
 
 
 def _as_norm(root: _Root) -> tuple[Norm, float] | None:
@@ -418,25 +410,14 @@ def _bound_attention(op: Any, may_cast: Selector) -> None:
         query = mb.select(cond=is_hidden, a=np.float32(0), b=query, **keywords)
     ops = [op]
     selection = only_reader(op, "select")
-    if selection is not None and _zeroes_infinite_rows(selection, mask) and _is_finite(mask):
+    rows = None if selection is None else zeroed_rows(selection)
+    if selection is not None and rows is not None and rows.mask is mask and _is_finite(mask):
         ops.append(selection)
     arguments = {"query": query, "key": op.key, "value": op.value, "attn_mask": bounded}
     name = ops[-1].outputs[0].name
     result = mb.scaled_dot_product_attention(**arguments, name=name, **keywords)
     for replaced in ops:
         replace(replaced, result)
-
-
-def _zeroes_infinite_rows(selection: Any, mask: Any) -> bool:
-    """Match ``select(max(float(mask > -inf)) <= 0, 0, attention)``, which zeroes hidden rows."""
-    var = selection.cond
-    for kind in ("less_equal", "reduce_max", "cast"):
-        op = made_by(var, kind)
-        var = None if op is None else op.x
-    comparison = made_by(var, "greater")
-    if comparison is None or comparison.x is not mask:
-        return False
-    return number_in(comparison.y) == -math.inf and number_in(selection.a) == 0
 
 
 def _is_finite(mask: Any) -> bool:

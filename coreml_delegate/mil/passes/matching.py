@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -125,3 +126,42 @@ def only_reader(op: Any, *types: str) -> Any:
 def is_output(var: Any) -> bool:
     """Return whether a variable, computed by an op, leaves the op's block."""
     return var in var.op.enclosing_block.outputs
+
+
+def squared(var: Any) -> Any:
+    """Return x of a variable that is ``x ** 2``, or None."""
+    op = made_by(var, "square", "mul", "pow")
+    if op is None or (op.op_type == "mul" and op.x is not op.y):
+        return None
+    return None if op.op_type == "pow" and number_in(op.y) != 2 else op.x
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroedRows:
+    """A selection of zeros for the rows of an attention that a mask hides.
+
+    Attributes:
+        largest: The op that reduces the mask, as numbers 0 and 1, to its largest element per row.
+        mask: The summand of the scores that hides by minus infinity; None for a boolean mask.
+    """
+
+    largest: Any
+    mask: Any
+
+
+def zeroed_rows(op: Any) -> ZeroedRows | None:
+    """Match ``select(max(float(visible)) <= 0, 0, attention)``.
+
+    ``visible`` is a boolean mask, or ``mask > -inf``.
+    """
+    comparison: Any = made_by(op.cond, "less_equal") if op.op_type == "select" else None
+    largest: Any = comparison and made_by(comparison.x, "reduce_max")
+    truths: Any = largest and made_by(largest.x, "cast")
+    if not truths or number_in(comparison.y) != 0 or number_in(op.a) != 0:
+        return None
+    if truths.x.dtype.__name__ != "bool":
+        return None
+    above = made_by(truths.x, "greater")
+    if above is None:
+        return ZeroedRows(largest, None)
+    return ZeroedRows(largest, above.x) if number_in(above.y) == -math.inf else None

@@ -35,6 +35,7 @@ from coreml_delegate.partition.precision import (
 )
 from coreml_delegate.partition.report import DelegationReport, NodeReport
 from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
+from coreml_delegate.patches.executorch import forget_lowered
 from coreml_delegate.patches.torch import OpOverload, SpecViolationError
 from coreml_delegate.runtime.precision import (
     LoweredProgram,
@@ -218,6 +219,7 @@ class CoreMLPartitioner(Partitioner):
             ContractError: Mutable buffers would become states, which the target lacks.
         """
         claim_name()  # before ExecuTorch looks the backend up
+        forget_lowered()
         options_by_tag, blobs = self._tag(exported_program)
         outcomes = {tag: blob.expect() for tag, blob in blobs.items()}
         self._notes.outcomes[len(self._reports) - 1] = outcomes

@@ -1,6 +1,7 @@
 """Private interfaces of ExecuTorch.
 
-The store of named data and the operators of the edge dialect have no public names.
+The store of named data, the operators of the edge dialect and its memory of compared nodes have no
+public names.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import importlib
 from typing import Any
 
 from executorch.exir._serialize._named_data_store import NamedDataStore
+from executorch.exir.backend.utils import is_same_node
+from executorch.exir.delegate import executorch_call_delegate
 from executorch.exir.dialects._ops import ops as exir_ops
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coreml_delegate.patches import PrivateInterface
 
-__all__ = ["BACKEND_SEARCH", "NamedDataStore", "exir_ops", "hide_from_search"]
+__all__ = ["BACKEND_SEARCH", "NamedDataStore", "exir_ops", "forget_lowered", "hide_from_search"]
 
 _LIBRARY = "executorch"
 _VERSIONS = ("1.5",)
@@ -28,6 +32,29 @@ BACKEND_SEARCH = PrivateInterface(
     library=_LIBRARY,
     versions=_VERSIONS,
 )
+
+KEPT_PROGRAMS = PrivateInterface(
+    name="caches with the nodes of lowered programs",
+    reason=(
+        "ExecuTorch caches comparisons of nodes, and torch the results of calls of delegates, both "
+        "without a limit, so that the weights of every lowered program stay in memory"
+    ),
+    library=_LIBRARY,
+    versions=_VERSIONS,
+)
+
+
+def forget_lowered() -> None:
+    """Free the programs that were lowered before; see ``KEPT_PROGRAMS``.
+
+    Only speed depends on what is removed. The last program stays, since ExecuTorch compares its
+    nodes after the partitioner has returned.
+    """
+    KEPT_PROGRAMS.check()
+    is_same_node.cache_clear()
+    for key in list(FakeTensorMode.cache):
+        if key.key[0] is executorch_call_delegate:
+            FakeTensorMode.cache.pop(key, None)
 
 
 def hide_from_search(name: str, *, keep: type[Any], base: type[Any]) -> None:

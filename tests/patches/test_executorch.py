@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
+from executorch.exir import to_edge_transform_and_lower
 from executorch.exir.backend.backend_api import lower_all_submodules_to_backend, to_backend
 from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
 
-from coreml_delegate.patches.executorch import hide_from_search
+from coreml_delegate import CoreMLPartitioner
+from coreml_delegate.patches.executorch import forget_lowered, hide_from_search
 
 
 def _backend(name: str, calls: list[str], label: str) -> type[BackendDetails]:
@@ -47,3 +51,28 @@ def test_executorch_searches_backends_by_class_name() -> None:
     hide_from_search("TwinBackend", keep=backends[0], base=hiding)
     _search_on_both_paths("TwinBackend")
     assert calls == ["first", "first"]
+
+
+def _lowered_weight() -> weakref.ref[torch.Tensor]:
+    """Lower a layer to a ``.pte``; return its weight, which nobody needs any more."""
+    layer = torch.nn.Linear(3, 3)
+    program = torch.export.export(layer, (torch.ones(2, 3),))
+    to_edge_transform_and_lower(program, partitioner=[CoreMLPartitioner()]).to_executorch()
+    return weakref.ref(layer.weight)
+
+
+def test_executorch_and_torch_keep_the_last_lowered_program() -> None:
+    weight = _lowered_weight()
+    gc.collect()
+    assert weight() is not None
+    forget_lowered()
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_lowering_frees_the_program_that_was_lowered_before() -> None:
+    weight = _lowered_weight()
+    last = _lowered_weight()
+    gc.collect()
+    assert weight() is None
+    assert last() is not None

@@ -1,6 +1,6 @@
 """Private interfaces of ExecuTorch.
 
-The store of named data, the operators of the edge dialect and its memory of compared nodes have no
+The store of named data, the operators of the edge dialect and the cache of compared nodes have no
 public names.
 """
 

@@ -57,7 +57,7 @@ from coreml_delegate.transforms.constant_folding import (
     fold_constants,
 )
 from coreml_delegate.transforms.executorch_gaps import (
-    decompose_without_out_variant,
+    decompose_without_kernel,
     drop_assertions,
     drop_empty_parts,
     drop_linear_algebra_checks,
@@ -74,7 +74,7 @@ _INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
 
 _TRANSFORMS = (
     stride_over_bases,
-    decompose_without_out_variant,
+    decompose_without_kernel,
     drop_empty_parts,
     protect_recurrent_layers,
     unwrap_tensor_subclasses,

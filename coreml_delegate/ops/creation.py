@@ -6,12 +6,15 @@ rounds those of ``randint`` toward zero, which makes the numbers around zero too
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from coreml_delegate.ops.call import ANY, FLOAT, OpCall, ReasonCode
+from coreml_delegate.ops.call import ANY, FLOAT, OpCall, Reason, ReasonCode
 from coreml_delegate.ops.constraints import contiguous_result, holds, static_result
 from coreml_delegate.ops.edits import (
     ATEN,
@@ -38,6 +41,28 @@ def _broadcast(source: str) -> Rewrite:
         become(node, expand, value, shape_of(node))
 
     return rewrite
+
+
+def _copy(node: Node) -> None:
+    source = arguments_of(node)["src"]
+    if _are_equal(value_of(source).shape, shape_of(node)):
+        become(node, ATEN._to_copy.default, source, dtype=value_of(node).dtype)
+    else:
+        _broadcast("src")(node)
+
+
+def _static_if_broadcast(call: OpCall) -> Reason | None:
+    source, target = call.tensor("src"), call.tensor("self")
+    if source is not None and target is not None and _are_equal(source.shape, target.shape):
+        return None
+    return static_result(call)
+
+
+def _are_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether shapes are known to be equal, without fixing symbolic sizes."""
+    return len(shape) == len(other) and all(
+        statically_known_true(a == b) for a, b in zip(shape, other, strict=True)
+    )
 
 
 def _full(node: Node) -> None:
@@ -87,7 +112,12 @@ RECORDS = (
         for name in ("full_like", "new_zeros", "zeros_like", "ones_like")
     ),
     *(
-        _decomposed(target, constraints=(contiguous_result,), rewrite=_empty)
+        _decomposed(
+            target,
+            symbolic=frozenset({"size"}),
+            constraints=(contiguous_result,),
+            rewrite=_empty,
+        )
         for target in ("aten.empty.memory_format", "dim_order_ops._empty_dim_order.default")
     ),
     _decomposed(
@@ -99,7 +129,7 @@ RECORDS = (
     # Decomposed, a fill becomes a copy of a broadcast scalar.
     _op("aten.fill.Tensor", constraints=(static_result,), rewrite=_broadcast("value")),
     _op("aten.fill.Scalar", rewrite=cast_after),
-    _op("aten.copy.default", constraints=(static_result,), rewrite=_broadcast("src")),
+    _op("aten.copy.default", constraints=(_static_if_broadcast,), rewrite=_copy),
     OpRecord("aten.randn.default", results=FLOAT, flops=nothing),
     _random("aten.randn_like.default"),
     OpRecord("aten.rand.default", results=FLOAT, rewrite=_rand),

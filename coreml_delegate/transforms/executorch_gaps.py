@@ -13,8 +13,11 @@ dicts. Programs get the names of their inputs and outputs from there; see ``valu
 other tensors; caches of transformers begin with an empty tensor. ExecuTorch's runtime does not load
 a program in which it is a constant.
 
-**Ops without an out variant.** ExecuTorch cannot lower them. Some, of its packages and of torch,
-equal other functions of torch.
+**Ops without a kernel.** ExecuTorch's runtime does not load a program that calls them, and cannot
+lower an op without an out variant. Some, of torch and other packages, equal functions of torch.
+
+**Uninitialized tensors.** ExecuTorch fixes their sizes to those of the example inputs, and has no
+kernel for what ``empty_like`` becomes. Their values are arbitrary, so they become zeros.
 
 **Assertions.** They have no result and are never run: ExecuTorch removes most of them, but only
 after it has refused or kept the operations that only they use.
@@ -258,20 +261,76 @@ def _index_reduce(
     return x.scatter_reduce(dim, index, source, reduce, include_self=include_self)
 
 
+def _zeros(size: Sequence[int], *, memory_format: Any = None, **options: Any) -> torch.Tensor:
+    zeros = torch.zeros(size, **options)
+    return zeros if memory_format is None else zeros.contiguous(memory_format=memory_format)
+
+
+def _histogram(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    """``sum_i [b = floor((x_i - min) bins / (max - min))]``; the last bin includes ``max``.
+
+    Equal bounds stand for the bounds of the data.
+    """
+    x = x.flatten()
+    low, high = (min, max) if min != max else _bounds(x)
+    numbers = ((x - low) * bins / (high - low)).to(torch.int32).clamp(max=bins - 1)
+    numbers = torch.where((x >= low) & (x <= high), numbers, -1)
+    return (numbers[:, None] == torch.arange(bins)).sum(0).to(x.dtype)
+
+
+def _bounds(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest value; around a single value, one less and one more."""
+    low, high = x.amin(), x.amax()
+    is_constant = (low == high).to(x.dtype)
+    return low - is_constant, high + is_constant
+
+
+def _grouped_product(x: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> Any:
+    """``y[s] = x[s] @ matrices[g]`` with the first group g that ends after row s, otherwise zeros.
+
+    Args:
+        x: Rows [S, K], sorted by group.
+        matrices: One for each group, [G, K, N].
+        ends: The row after the last row of each group, [G].
+    """
+    rows = torch.arange(x.shape[0])
+    groups = (rows[:, None] >= ends).sum(-1).clamp(max=matrices.shape[0] - 1)
+    products = torch.bmm(x[:, None], matrices[groups])[:, 0]
+    return products.where((rows < ends[-1])[:, None], 0)
+
+
+def _grouped_mm(
+    x: torch.Tensor,
+    matrices: torch.Tensor,
+    ends: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    if x.dim() != 2 or matrices.dim() != 3 or ends is None or bias is not None:
+        return NotImplemented
+    return _grouped_product(x, matrices, ends).to(out_dtype or x.dtype)
+
+
 _EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
+        str(_ATEN._grouped_mm.default): _grouped_mm,
         str(_ATEN._is_all_true.default): torch.all,
         str(_ATEN._is_any_true.default): torch.any,
+        str(_ATEN.empty.memory_format): _zeros,
+        str(_ATEN.empty_like.default): torch.zeros_like,
+        str(_ATEN.histc.default): _histogram,
         str(_ATEN.index_reduce.default): _index_reduce,
+        str(_ATEN.new_empty.default): torch.Tensor.new_zeros,
         "coreml.sdpa.default": torch.nn.functional.scaled_dot_product_attention,
         "executorch.alias.default": lambda first, second: (first.clone(), second.clone()),
         "llama.fallback.default": torch.clone,
+        "transformers.grouped_mm_fallback.default": _grouped_product,
     }
 )
 
 
-def decompose_without_out_variant(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with ops without an out variant replaced by equal functions of torch."""
+def decompose_without_kernel(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with ops that ExecuTorch does not run replaced by functions of torch."""
     targets = {node.target for node in all_nodes(program)}
     table: Any = {op: _EQUIVALENTS[str(op)] for op in targets if str(op) in _EQUIVALENTS}
     return program.run_decompositions(table) if table else program

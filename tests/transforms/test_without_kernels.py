@@ -1,0 +1,135 @@
+"""Ops that neither Core ML nor ExecuTorch's runtime has, beside PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+from support.checkpoints import tiny_model
+from support.llm_families import FAMILIES
+from support.lowering import Function, Inputs, fp32_specs, lower_unchecked
+from support.tolerances import ATOL_RTOL, ATOL_RTOL_LOGITS
+from torch.nn import functional
+
+from coreml_delegate import CoreMLPartitioner, runtime
+from coreml_delegate.patches.third_party import transformers
+
+X = torch.linspace(-3.0, 3.0, 24).sin().reshape(2, 3, 4)
+PLACES = torch.tensor([1, 2, 0])
+MATRICES = torch.linspace(-2.0, 2.0, 4 * 8 * 8).cos().reshape(4, 8, 8)
+ROWS = X.reshape(3, 8), torch.tensor([1, 1, 2, 2], dtype=torch.int32)
+"""Rows of the first and the third group, and a row after the last group."""
+
+
+def _filled(empty: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    empty[:, PLACES] = values.to(empty.dtype)
+    return empty
+
+
+def _empty(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    swapped = x.transpose(0, 1).contiguous().transpose(0, 1)
+    images = x[None].expand(2, 2, 3, 4)
+    return {
+        "like": _filled(torch.empty_like(x), x),
+        "transposed": _filled(torch.empty_like(swapped), swapped) * 2,
+        "expanded": _filled(torch.empty_like(x[:, :, :1].expand(2, 3, 4)), x),
+        "integers": _filled(torch.empty_like(x, dtype=torch.int64), 10 * x),
+        "truth values": _filled(torch.empty_like(x, dtype=torch.bool), x > 0),
+        "row-major": _filled(torch.empty_like(swapped, memory_format=torch.contiguous_format), x),
+        "channels last": _filled(
+            torch.empty_like(images, memory_format=torch.channels_last).movedim(1, 0)[0], images[0]
+        ),
+        "new": _filled(x.new_empty(2, 3, 4), x),
+    }
+
+
+def _histograms(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "bounds of the data": torch.histc(x, 5),
+        "given bounds": torch.histc(x, 4, -0.5, 0.7),
+        "a constant": torch.histc(torch.ones_like(x), 3),
+        "experts": torch.histc((x * 4).round(), 9, -4, 4),
+    }
+
+
+def _product(rows: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
+    transformers()  # registers its op
+    fallback: Any = torch.ops.transformers.grouped_mm_fallback
+    return {"product": fallback(rows, MATRICES, ends)}
+
+
+def _half_product(rows: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
+    matrices, ends = MATRICES.bfloat16(), ends + 1  # rows after the last group are not defined
+    return {"product": functional.grouped_mm(rows.bfloat16(), matrices, offs=ends).float()}
+
+
+def _compare(
+    pte: Any, inputs: Inputs, expected: dict[str, torch.Tensor], precision: str = "fp32"
+) -> None:
+    atol, rtol = ATOL_RTOL[precision]
+    for engine in ("reference", "openvino"):
+        results = runtime.load_program(pte, engine=engine).run("forward", list(inputs))
+        for result, (name, value) in zip(results, expected.items(), strict=True):
+            torch.testing.assert_close(result, value, atol=atol, rtol=rtol, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "precision"),
+    [
+        (_empty, (X,), "fp32"),
+        (_histograms, (X,), "fp32"),
+        (_product, ROWS, "fp32"),
+        (_half_product, ROWS, "bf16"),
+    ],
+    ids=["empty", "histograms", "product", "half-product"],
+)
+def test_delegated(
+    function: Callable[..., dict[str, torch.Tensor]], inputs: Inputs, precision: str
+) -> None:
+    lowered = lower_unchecked(Function(function), inputs)
+    assert not lowered.report.undelegated
+    _compare(lowered.pte, inputs, function(*inputs), precision)
+
+
+def test_any_number_of_rows() -> None:
+    def function(x: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
+        flipped = torch.empty_like(x)
+        flipped[:] = x.flip(0)
+        return {"flipped": flipped, "counts": torch.histc(x, 4)} | _product(x, ends)
+
+    shapes = (({0: torch.export.Dim("rows", min=2, max=9)}, None),)
+    exported = torch.export.export(Function(function), ROWS, dynamic_shapes=shapes)
+    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
+    config = EdgeCompileConfig(_check_ir_validity=False)
+    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner], compile_config=config)
+    assert not partitioner.report.undelegated
+    pte = edge.to_executorch().buffer
+    for rows in (2, 9):
+        inputs = torch.linspace(-1.0, 1.0, 8 * rows).reshape(rows, 8), ROWS[1]
+        _compare(pte, inputs, function(*inputs))
+
+
+@pytest.mark.parametrize("count", [128, 1000])
+def test_integers_are_counted_exactly_in_fp16(count: int) -> None:
+    numbers = torch.arange(count).repeat(2)[3:]
+
+    def function(numbers: torch.Tensor) -> torch.Tensor:
+        return torch.histc(numbers.float(), count, 0, count - 1)
+
+    lowered = lower_unchecked(Function(function), (numbers,), compile_specs=[])
+    assert not lowered.report.undelegated
+    _compare(lowered.pte, (numbers,), {"counts": function(numbers)}, "int32")
+
+
+def test_experts_of_transformers() -> None:
+    model = tiny_model("mixtral", **FAMILIES["mixtral"].changes)
+    tokens = torch.arange(12).reshape(1, 12)
+    logits = Function(lambda ids: model(input_ids=ids, use_cache=False).logits)
+    lowered = lower_unchecked(logits, (tokens,))
+    assert not lowered.report.undelegated
+    (actual,) = runtime.load_program(lowered.pte).run("forward", [tokens])
+    atol, rtol = ATOL_RTOL_LOGITS
+    torch.testing.assert_close(actual, logits(tokens), atol=atol, rtol=rtol)

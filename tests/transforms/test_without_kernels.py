@@ -98,7 +98,10 @@ def test_any_number_of_rows() -> None:
     def function(x: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
         flipped = torch.empty_like(x)
         flipped[:] = x.flip(0)
-        return {"flipped": flipped, "counts": torch.histc(x, 4)} | _product(x, ends)
+        doubled = torch.empty(x.shape)
+        doubled[:] = 2 * x
+        results = {"flipped": flipped, "doubled": doubled, "counts": torch.histc(x, 4)}
+        return results | _product(x, ends)
 
     shapes = (({0: torch.export.Dim("rows", min=2, max=9)}, None),)
     exported = torch.export.export(Function(function), ROWS, dynamic_shapes=shapes)

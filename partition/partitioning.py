@@ -68,12 +68,14 @@ from coreml_delegate.transforms.executorch_gaps import (
 from coreml_delegate.transforms.for_devices import shape_for_neural_engine
 from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 from coreml_delegate.transforms.row_major import keep_row_major
+from coreml_delegate.transforms.selections import compute_all_rows
 
 _INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
 """Applied once to a program, before its control flow."""
 
 _TRANSFORMS = (
     stride_over_bases,
+    compute_all_rows,
     decompose_without_kernel,
     drop_empty_parts,
     protect_recurrent_layers,

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.attention import NAME
@@ -136,17 +135,6 @@ def routers(model: nn.Module) -> frozenset[nn.Module]:
             if isinstance(stacked, Experts):
                 layers.update(_linear_layers(block, experts, stacked.count))
     return frozenset(layers)
-
-
-def sort_choices(program: ExportedProgram) -> None:
-    """Set ``sorted=True`` for ``topk`` in routers; the order does not affect the sum.
-
-    The partitioner refuses an unsorted ``topk``, whose order only PyTorch defines.
-    """
-    for node in program.graph.nodes:
-        if node.target is torch.ops.aten.topk.default:
-            node.args = node.args[:4]  # the default of the fifth, sorted, is true
-            node.kwargs = {key: value for key, value in node.kwargs.items() if key != "sorted"}
 
 
 def _linear_layers(block: nn.Module, experts: nn.Module, outputs: int) -> set[nn.Module]:

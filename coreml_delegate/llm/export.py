@@ -31,7 +31,7 @@ from coreml_delegate.llm.decoder_methods import (
 )
 from coreml_delegate.llm.embedding import TextEncoder
 from coreml_delegate.llm.encoder_decoder import EncoderDecoder
-from coreml_delegate.llm.experts import LastLayers, routers, sort_choices
+from coreml_delegate.llm.experts import LastLayers, routers
 from coreml_delegate.llm.layout import TOKEN_EMBEDDING, CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached
 from coreml_delegate.llm.neural_engine import NeuralEngineDecoder, NeuralEngineForward
@@ -198,7 +198,6 @@ def export_methods(
                 for method, (module, inputs) in zip(layout.methods_of(name), modules, strict=True):
                     exported[method] = _export(module, inputs, layout)
     for program in exported.values():
-        sort_choices(program)
         _drop_unread_numbers(program)
         if layout.image is not None:
             drop_unused_buffers(program)

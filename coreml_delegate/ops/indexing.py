@@ -28,7 +28,6 @@ from coreml_delegate.ops.constraints import (
     only_first_result_used,
     rank_between,
     static_argument,
-    static_result,
 )
 from coreml_delegate.ops.edits import (
     ATEN,
@@ -60,11 +59,32 @@ def _drop_trailing_none(indices: Sequence[Any]) -> list[Any]:
 
 
 def _is_indexable(call: OpCall) -> bool:
-    """Only the leading dimensions are indexed, or one inner dimension by an index of rank 1."""
+    """Only leading dimensions are indexed, or inner dimensions by one mask or index of rank 1."""
     indices = _drop_trailing_none(call.arguments["indices"])
-    if None not in indices:
+    ranks = [tensor.dim() for _, tensor in call.tensors("indices")]
+    if _is_mask(call):
+        return len(ranks) == 1 and ranks[0] > 0
+    return None not in indices or ranks == [1]
+
+
+def _is_mask(call: OpCall) -> bool:
+    return any(tensor.dtype is torch.bool for _, tensor in call.tensors("indices"))
+
+
+def _knows_selected(call: OpCall) -> bool:
+    """A mask writes one value to all selected elements, or the number of values is static.
+
+    The result of the mask has the dimensions before the mask, one for the selected elements, and
+    the dimensions after the mask; values are broadcast to it.
+    """
+    data, values, mask = (call.tensor(n) for n in ("self", "values", "indices"))
+    if data is None or values is None or mask is None or not _is_mask(call):
         return True
-    return all(i is None for i in indices[:-1]) and next(call.tensors("indices"))[1].dim() == 1
+    before = len(_drop_trailing_none(call.arguments["indices"])) - 1
+    after = data.dim() - before - mask.dim()
+    if values.dim() <= after or _as_texts(values.shape)[-after - 1] == "1":
+        return True
+    return before == 0 and all(isinstance(d, int) for d in (*data.shape, *values.shape))
 
 
 def _spans_static_part(call: OpCall) -> bool:
@@ -77,11 +97,6 @@ def _spans_static_part(call: OpCall) -> bool:
     return all(str(a) == str(b) or {type(a), type(b)} == {int} for d, (a, b) in pairs if d != dim)
 
 
-def _same_ranks(call: OpCall) -> bool:
-    sequence, values = call.tensor("sorted_sequence"), call.tensor("self")
-    return sequence is not None and values is not None and sequence.dim() == values.dim()
-
-
 def _index_put(node: Node) -> None:
     """Write along an inner dimension by ``scatter``: coremltools indexes only leading dimensions.
 
@@ -90,6 +105,9 @@ def _index_put(node: Node) -> None:
     arguments = arguments_of(node)
     indices, values = _drop_trailing_none(arguments["indices"]), arguments["values"]
     dim = len(indices) - 1
+    if value_of(indices[dim]).dtype is torch.bool:
+        _put_by_mask(node, indices[dim], dim)
+        return
     if dim == 0 or None not in indices:
         become(node, node.target, arguments["self"], indices, values, arguments["accumulate"])
         return
@@ -102,6 +120,41 @@ def _index_put(node: Node) -> None:
     values = insert(node, ATEN.expand_copy.default, values, shape)
     target = ATEN.scatter_add.default if arguments["accumulate"] else ATEN.scatter.src
     become(node, target, arguments["self"], dim, index, values)
+
+
+def _put_by_mask(node: Node, mask: Node, before: int) -> None:
+    """``where(mask, values, x)``; if each selected element has its own value, a masked scatter.
+
+    Args:
+        node: The call.
+        mask: The only index.
+        before: Number of dimensions before those of the mask.
+    """
+    arguments = arguments_of(node)
+    data, values, shape = arguments["self"], arguments["values"], shape_of(node)
+    rank = value_of(mask).dim()
+    after = len(shape) - before - rank
+    for _ in range(after):
+        mask = insert(node, ATEN.unsqueeze_copy.default, mask, -1)
+    sizes = shape_of(values)
+    if len(sizes) > after and _as_texts(sizes)[-after - 1] != "1":
+        values = insert(node, ATEN.expand_copy.default, values, [sizes[-after - 1], *shape[rank:]])
+        mask = insert(node, ATEN.expand_copy.default, mask, shape)
+        scattered = node
+        if arguments["accumulate"]:
+            zeros = _fill_like(node, data, 0)
+            scattered = insert(node, ATEN.masked_scatter.default, zeros, mask, values)
+            become(node, ATEN.add.Tensor, data, scattered)
+        else:
+            become(node, ATEN.masked_scatter.default, data, mask, values)
+        _masked_scatter(scattered)
+        return
+    if len(sizes) > after:
+        for _ in range(rank - 1):
+            values = insert(node, ATEN.unsqueeze_copy.default, values, -after - 1)
+    if arguments["accumulate"]:
+        values = insert(node, ATEN.add.Tensor, data, values)
+    become(node, ATEN.where.self, mask, values, data)
 
 
 def _via_int32(rewrite: Rewrite | None = None) -> Rewrite:
@@ -177,10 +230,10 @@ class _Scatter(NamedTuple):
     source: Node
 
 
-def _fill_like(node: Node, index: Node, value: Any) -> Node:
-    """Return ``value`` in the shape of ``index``; coremltools fails to for dynamic sizes."""
+def _fill_like(node: Node, x: Node, value: Any) -> Node:
+    """Return ``value`` in the shape of ``x``; coremltools fails to for dynamic sizes."""
     dtype = value_of(node).dtype
-    return insert(node, ATEN.full_like.default, index, number(value, dtype), dtype=dtype)
+    return insert(node, ATEN.full_like.default, x, number(value, dtype), dtype=dtype)
 
 
 def _scatter_call(node: Node, scatter: _Scatter) -> tuple[Any, ...]:
@@ -322,27 +375,34 @@ def _has_static_positions(call: OpCall) -> bool:
     return not dynamic or (len(dynamic) == 1 and same)
 
 
+def _top(node: Node) -> None:
+    """Sort the largest values: the order without ``sorted`` is undefined, so any will do."""
+    set_arguments(node, sorted=True)
+
+
 def _bucketize(node: Node) -> None:
-    """Flatten the values: ``boundaries`` is a single sequence."""
     arguments = arguments_of(node)
-    values = insert(node, ATEN.view_copy.default, arguments["self"], [-1])
-    positions = insert(
-        node,
-        ATEN.searchsorted.Tensor,
-        arguments["boundaries"],
-        values,
-        right=bool(arguments["right"]),
-    )
-    positions = cast(node, positions, value_of(node).dtype)
-    become(node, ATEN.view_copy.default, positions, shape_of(node))
+    boundaries, values = arguments["boundaries"], arguments["self"]
+    become(node, ATEN.searchsorted.Tensor, boundaries, values, right=bool(arguments["right"]))
+    _searchsorted(node)
 
 
 def _searchsorted(node: Node) -> None:
-    """Pass the side as ``right``: coremltools ignores the other arguments."""
+    """Pass the side as ``right``: coremltools ignores the other arguments.
+
+    Values of another rank than a single sequence are flattened.
+    """
     arguments = arguments_of(node)
+    sequence, values = arguments["sorted_sequence"], arguments["self"]
     right = arguments["side"] == "right" or (arguments["side"] is None and arguments["right"])
-    become(node, node.target, arguments["sorted_sequence"], arguments["self"], right=right)
-    cast_after(node)
+    if value_of(sequence).dim() == value_of(values).dim():
+        become(node, node.target, sequence, values, right=right)
+        cast_after(node)
+        return
+    values = insert(node, ATEN.view_copy.default, values, [-1])
+    positions = insert(node, node.target, sequence, values, right=right)
+    positions = cast(node, positions, value_of(node).dtype)
+    become(node, ATEN.view_copy.default, positions, shape_of(node))
 
 
 def _wide_lookup(
@@ -415,10 +475,19 @@ RECORDS = (
     ),
     _op(
         "aten.index_put.default",
-        dtypes={"": ANY, "indices": INTEGER},
+        dtypes={"": ANY, "indices": INTEGER | BOOL},
         constraints=(
-            holds(_is_indexable, ReasonCode.ARGUMENT, "an inner dimension is indexed with others"),
-            static_result,
+            holds(
+                _is_indexable,
+                ReasonCode.ARGUMENT,
+                "a mask or an inner dimension is indexed with others",
+            ),
+            holds(
+                _knows_selected,
+                ReasonCode.SYMBOLIC,
+                "the number of elements that the mask selects is dynamic",
+            ),
+            static_argument("self", when=lambda call: not _is_mask(call)),
         ),
         rewrite=_via_int32(_index_put),
     ),
@@ -478,7 +547,7 @@ RECORDS = (
     _op(
         "aten.topk.default",
         dtypes={"": _VALUES},
-        constraints=(argument_is("sorted", True),),
+        rewrite=_top,
         leaves_neural_engine=lambda _: "the choice of the largest values",
     ),
     _op("aten.sort.default", dtypes={"": _VALUES}),
@@ -505,7 +574,6 @@ RECORDS = (
         dtypes={"": FLOAT, "sorter": INTEGER},
         max_rank=MAX_RANK - 1,
         constraints=(
-            holds(_same_ranks, ReasonCode.RANK, "the values have another rank than the sequence"),
             argument_is("sorter", None),
             static_argument("sorted_sequence", "self"),
         ),

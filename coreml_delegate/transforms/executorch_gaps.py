@@ -11,7 +11,7 @@ dicts. Programs get the names of their inputs and outputs from there; see ``valu
 
 **Empty tensors in concatenations.** Torch skips tensors of shape [0], whatever the rank of the
 other tensors; caches of transformers begin with an empty tensor. ExecuTorch's runtime does not load
-a program in which it is a constant.
+a program in which it is a constant. Writing to an empty slice has no effect.
 
 **Ops without a kernel.** ExecuTorch's runtime does not load a program that calls them, and cannot
 lower an op without an out variant. Some, of torch and other packages, equal functions of torch.
@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,7 +66,7 @@ _logger = logging.getLogger(__name__)
 
 _BUILTIN_CONTAINERS = frozenset({tuple, list, dict, OrderedDict, defaultdict, deque})
 _ATEN: Any = torch.ops.aten
-_ASSERTIONS = frozenset(
+ASSERTIONS = frozenset(
     {
         _ATEN._assert_async.default,
         _ATEN._assert_async.msg,
@@ -166,18 +167,27 @@ def drop_text_results(program: ExportedProgram) -> ExportedProgram:
 
 
 def drop_empty_parts(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with empty tensors dropped from concatenations."""
-    has_empty_part = any(
-        node.target is _ATEN.cat.default
-        and any(_is_empty(part.meta["val"]) for part in node.args[0])
-        for node in program.graph.nodes
-    )
-    return decompose(program, {_ATEN.cat.default: _without_empty} if has_empty_part else {})
+    """Return ``program`` without empty tensors in concatenations and without writes to them."""
+    table: dict[Any, Callable[..., Any]] = {}
+    for node in program.graph.nodes:
+        if node.target is _ATEN.cat.default and any(_is_empty(value_of(n)) for n in node.args[0]):
+            table[node.target] = _without_empty
+        elif node.target is _ATEN.copy_.default and _has_no_elements(value_of(node)):
+            table[_ATEN.slice_scatter.default] = _without_write  # what a write to a slice becomes
+    return program.run_decompositions(table) if table else program
 
 
 def _is_empty(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the static shape [0]; a check of a dynamic size would specialize it."""
-    return tensor.dim() == 1 and isinstance(tensor.shape[0], int) and tensor.shape[0] == 0
+    return tensor.dim() == 1 and _has_no_elements(tensor)
+
+
+def _has_no_elements(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in tensor.shape)
+
+
+def _without_write(x: torch.Tensor, source: torch.Tensor, *_: Any) -> Any:
+    return x.clone() if _has_no_elements(source) else NotImplemented
 
 
 def _without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
@@ -209,13 +219,13 @@ def _graphs(root: GraphModule) -> list[Any]:
 
 def _unused_assertions(graph: Graph) -> list[Node]:
     """Return droppable assertions and the nodes that only they use, last node first."""
-    assertions = [node for node in graph.nodes if node.target in _ASSERTIONS]
+    assertions = [node for node in graph.nodes if node.target in ASSERTIONS]
     if not assertions:
         return []
     used = _ancestors(
         node
         for node in graph.nodes
-        if node.op == "placeholder" or not (node.users or node.target in _ASSERTIONS)
+        if node.op == "placeholder" or not (node.users or node.target in ASSERTIONS)
     )
     checked = {a: _symbols(filter(is_size, a.all_input_nodes)) for a in assertions}
     undecided = {a for a in assertions if checked[a]}
@@ -311,6 +321,47 @@ def _grouped_mm(
     return _grouped_product(x, matrices, ends).to(out_dtype or x.dtype)
 
 
+def _one_hot(x: torch.Tensor, num_classes: int = -1) -> Any:
+    """``y[..., c] = [x = c]``, where torch also asserts that ``x`` is below ``num_classes``."""
+    if num_classes == -1:  # as many as the data have
+        return NotImplemented
+    return (x[..., None] == torch.arange(num_classes)).to(torch.int64)
+
+
+def _kth_value(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    if not x.dim():
+        return NotImplemented
+    chosen = (part.narrow(dim, k - 1, 1) for part in x.sort(dim))
+    return tuple(part if keepdim else part.squeeze(dim) for part in chosen)
+
+
+def _median_along(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+    """The lower of two medians, or the first NaN."""
+    if not x.dim() or not isinstance(x.shape[dim], int):
+        return NotImplemented
+    median, position = _kth_value(x, (x.shape[dim] + 1) // 2, dim, keepdim)
+    if x.is_floating_point():
+        is_nan = x.isnan()
+        has_nan = is_nan.any(dim, keepdim)
+        median = median.masked_fill(has_nan, math.nan)
+        position = torch.where(has_nan, is_nan.int().argmax(dim, keepdim), position)
+    return median, position
+
+
+def _median(x: torch.Tensor) -> Any:
+    result = _median_along(x.flatten(), 0)
+    return result if result is NotImplemented else result[0]
+
+
+def _without_generator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the random function for calls whose generator is None."""
+
+    def draw(*args: Any, generator: torch.Generator | None = None, **options: Any) -> Any:
+        return NotImplemented if generator is not None else function(*args, **options)
+
+    return draw
+
+
 _EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         str(_ATEN._grouped_mm.default): _grouped_mm,
@@ -320,7 +371,13 @@ _EQUIVALENTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         str(_ATEN.empty_like.default): torch.zeros_like,
         str(_ATEN.histc.default): _histogram,
         str(_ATEN.index_reduce.default): _index_reduce,
+        str(_ATEN.kthvalue.default): _kth_value,
+        str(_ATEN.median.default): _median,
+        str(_ATEN.median.dim): _median_along,
         str(_ATEN.new_empty.default): torch.Tensor.new_zeros,
+        str(_ATEN.one_hot.default): _one_hot,
+        str(_ATEN.rand.generator): _without_generator(torch.rand),
+        str(_ATEN.randn.generator): _without_generator(torch.randn),
         "coreml.sdpa.default": torch.nn.functional.scaled_dot_product_attention,
         "executorch.alias.default": lambda first, second: (first.clone(), second.clone()),
         "llama.fallback.default": torch.clone,

@@ -16,7 +16,7 @@ from coreml_delegate.errors import LoweringError
 from coreml_delegate.llm.attention import Call, active_call, attend
 from coreml_delegate.llm.checkpoint import load_decoder, read_config
 from coreml_delegate.llm.decoder import Decoder
-from coreml_delegate.llm.experts import Experts, LastLayers, routers, sort_choices
+from coreml_delegate.llm.experts import Experts, LastLayers, routers
 from coreml_delegate.llm.export import quantize_weights
 from coreml_delegate.llm.stored_weights import StoredWeight, read_weights
 
@@ -113,19 +113,6 @@ def test_inputs_of_an_expert_have_scales_of_their_own():
     torch.testing.assert_close(
         found.dequantize()[:, 8:], torch.full((4, 8), 1e-4), rtol=0.01, atol=0
     )
-
-
-def test_choices_are_sorted():
-    class Top(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return torch.topk(x, 3, -1, False, sorted=False)
-
-    x = random(4, 9)
-    program = torch.export.export(Top(), (x,))
-    sort_choices(program)
-    expected = torch.topk(x, 3, -1, False)
-    for found, wanted in zip(program.module()(x), expected, strict=True):
-        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", ["jetmoe", "llama4_text"])

@@ -16,6 +16,9 @@ def n(*shape: int, high: int = 2, dtype: torch.dtype = torch.int64) -> TensorArg
 _ROWS = w(values=[0, 3], dtype=torch.int64)
 _ALONG = w(values=[[0, 3, 1, 2], [1, 4, 0, 1]], dtype=torch.int64)
 
+_BOTH = w(values=[True, True], dtype=torch.bool)
+_THREE = w(values=[[False, True, False, False, True], [True] + 4 * [False]], dtype=torch.bool)
+
 _TWICE = w(values=[[0, 3, 1, 2], [1, 3, 0, 2], [0, 4, 1, 1]], dtype=torch.int64)
 
 # Integers that fp32 has not.
@@ -74,6 +77,23 @@ ACCEPTED = (
     accept(
         "aten.index_put.default", x(1, 2, 5, 4), [None, None, _ROWS], x(1, 2, 2, 4), note="cache"
     ),
+    *(
+        accept("aten.index_put.default", x(2, 5, 4), indices, values, *accumulate, note=note)
+        for note, indices, values, *accumulate in (
+            ("mask", [b(2, 5, 4)], x()),
+            ("mask, accum", [b(2, 5, 4)], x(1), True),
+            ("mask of rows", [b(2, 5)], x(4)),
+            ("mask of rows, one row", [b(2, 5), None], x(1, 4)),
+            ("mask of rows, accum", [b(2, 5)], x(1, 1), True),
+            ("inner mask", [None, b(5)], x(2, 1, 4)),
+            ("inner mask of two", [None, b(5, 4)], x(2, 1)),
+            ("last mask", [None, None, b(4)], x(5, 1)),
+            ("mask of known number", [_BOTH], x(2, 5, 4)),
+            ("mask of known rows", [_THREE], x(3, 4)),
+            ("mask of known rows, one column", [_THREE], x(3, 1)),
+            ("mask of known rows, accum", [_THREE], x(3, 4), True),
+        )
+    ),
     accept("aten.scatter.src", x(5, 4), 0, _ALONG, x(2, 4)),
     accept("aten.scatter.value", x(5, 4), 0, _ALONG, 0.5),
     accept("aten.scatter_add.default", x(5, 4), 0, _ALONG, x(2, 4)),
@@ -97,6 +117,7 @@ ACCEPTED = (
     ),
     accept("aten.topk.default", x(3, 7), 3, takes=(0, 1)),
     accept("aten.topk.default", x(3, 7), 3, 0, False, takes=(0, 1), note="first-smallest"),
+    accept("aten.topk.default", x(3, 7), 1, -1, True, False, takes=(0, 1), note="unsorted"),
     accept("aten.topk.default", _APART, 2, takes=(0, 1), note="int64"),
     accept("aten.sort.default", _APART, takes=(0, 1), note="int64"),
     accept("aten.sort.default", x(3, 7), takes=(0, 1)),
@@ -113,6 +134,9 @@ ACCEPTED = (
     ),
     accept("aten.index_put.default", i(5, 4), [n(2, high=5)], i(2, 4), note="int64"),
     accept("aten.index_put.default", b(5, 4), [None, _ROWS], b(5, 2), note="bool"),
+    accept("aten.index_put.default", i(5, 4), [b(5)], i(4), note="int64, mask"),
+    accept("aten.index_put.default", b(5, 4), [b(5, 4)], b(), note="bool, mask"),
+    accept("aten.index_put.default", b(5, 4), [b(5, 4)], b(), True, note="bool, mask, accum"),
     *(
         accept(f"aten.{op}", data, 0, _ALONG, *source, note=note)
         for note, data, source in (
@@ -152,6 +176,7 @@ ACCEPTED = (
         )
         for note, how in (("", {}), ("right", {"right": True}), ("side", {"side": "right"}))
     ),
+    accept(_SEARCH, x(values=[0.0, 0.5, 1.0]), x(2, 1, 3), note="one sequence"),
     accept(
         _SEARCH,
         x(values=[[0.0, 0.5, 1.0], [0.0, 0.25, 0.5]]),
@@ -192,17 +217,26 @@ REJECTED = (
         note="rank0",
     ),
     reject(
-        ReasonCode.DTYPE,
-        "argument 'indices' is bool, Core ML takes int32, int64 here",
+        ReasonCode.ARGUMENT,
+        "a mask or an inner dimension is indexed with others",
         "aten.index_put.default",
-        x(5, 4),
-        [b(5, 4)],
+        x(2, 4),
+        [_BOTH, n(2, high=4)],
         x(),
-        note="mask",
+        note="mask and index",
+    ),
+    reject(
+        ReasonCode.SYMBOLIC,
+        "the number of elements that the mask selects is dynamic",
+        "aten.index_put.default",
+        x(5, 2, 4),
+        [None, _BOTH],
+        x(5, 2, 4),
+        note="inner mask of known number",
     ),
     reject(
         ReasonCode.ARGUMENT,
-        "an inner dimension is indexed with others",
+        "a mask or an inner dimension is indexed with others",
         "aten.index_put.default",
         x(5, 4),
         [None, n(2, 2, high=4)],
@@ -211,7 +245,7 @@ REJECTED = (
     ),
     reject(
         ReasonCode.SYMBOLIC,
-        "the result has dynamic shape",
+        "'self' has dynamic shape",
         "aten.index_put.default",
         x(5, 4),
         [_ROWS],
@@ -239,18 +273,6 @@ REJECTED = (
         False,
         True,
         note="sparse",
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        "sorted=False, Core ML takes True",
-        "aten.topk.default",
-        x(3, 7),
-        7,
-        -1,
-        True,
-        False,
-        takes=(0,),
-        note="unsorted",
     ),
     reject(
         ReasonCode.NO_RULE,
@@ -292,14 +314,6 @@ REJECTED = (
             dynamic=True,
         )
         for op, source in (("reduce", x(1, 2)), ("value_reduce", 0.5))
-    ),
-    reject(
-        ReasonCode.RANK,
-        "the values have another rank than the sequence",
-        _SEARCH,
-        x(values=[0.0, 0.5, 1.0]),
-        x(2, 3),
-        note="rank",
     ),
     reject(
         ReasonCode.ARGUMENT,

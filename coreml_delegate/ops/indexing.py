@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -58,13 +59,19 @@ def _drop_trailing_none(indices: Sequence[Any]) -> list[Any]:
     return leading
 
 
-def _is_indexable(call: OpCall) -> bool:
-    """Only leading dimensions are indexed, or inner dimensions by one mask or index of rank 1."""
-    indices = _drop_trailing_none(call.arguments["indices"])
+def _is_single_mask(call: OpCall) -> bool:
+    """If a mask indexes, nothing else does."""
     ranks = [tensor.dim() for _, tensor in call.tensors("indices")]
-    if _is_mask(call):
-        return len(ranks) == 1 and ranks[0] > 0
-    return None not in indices or ranks == [1]
+    return not _is_mask(call) or (len(ranks) == 1 and ranks[0] > 0)
+
+
+def _knows_inner_indices(call: OpCall) -> bool:
+    """Inner dimensions are indexed by one tensor of rank 1, or by tensors of static shapes."""
+    tensors = [tensor for _, tensor in call.tensors("indices")]
+    if None not in _drop_trailing_none(call.arguments["indices"]):
+        return True
+    sizes = itertools.chain.from_iterable(tensor.shape for tensor in tensors)
+    return [t.dim() for t in tensors] == [1] or all(isinstance(size, int) for size in sizes)
 
 
 def _is_mask(call: OpCall) -> bool:
@@ -109,9 +116,13 @@ def _index_put(node: Node) -> None:
         _put_by_mask(node, indices[dim], dim)
         return
     if dim == 0 or None not in indices:
+        indices = _of_one_shape(node, indices)
         become(node, node.target, arguments["self"], indices, values, arguments["accumulate"])
         return
     index = indices[dim]
+    if indices.count(None) < dim or value_of(index).dim() != 1:
+        _put_leading(node, indices, values)
+        return
     shape = shape_of(node)
     shape[dim] = shape_of(index)[0]
     aligned = [-1 if d == dim else 1 for d in range(len(shape))]
@@ -120,6 +131,40 @@ def _index_put(node: Node) -> None:
     values = insert(node, ATEN.expand_copy.default, values, shape)
     target = ATEN.scatter_add.default if arguments["accumulate"] else ATEN.scatter.src
     become(node, target, arguments["self"], dim, index, values)
+
+
+def _of_one_shape(node: Node, indices: Sequence[Node]) -> list[Node]:
+    """Broadcast indices to one shape, which coremltools does not."""
+    shapes = [shape_of(index) for index in indices]
+    if all(_as_texts(shape) == _as_texts(shapes[0]) for shape in shapes):
+        return list(indices)
+    shape = list(torch.broadcast_shapes(*shapes))
+    return [insert(node, ATEN.expand_copy.default, index, shape) for index in indices]
+
+
+def _put_leading(node: Node, indices: Sequence[Any], values: Node) -> None:
+    """Move the indexed dimensions to the front, and back.
+
+    The indices are broadcast to one shape. In the shape of the values it is in the place of the
+    indexed dimensions if they are neighbours, otherwise at the front.
+    """
+    arguments, shape = arguments_of(node), shape_of(node)
+    indexed = [d for d, index in enumerate(indices) if index is not None]
+    order = [*indexed, *(d for d in range(len(shape)) if d not in indexed)]
+    others = [shape[d] for d in order[len(indexed) :]]
+    are_neighbours = indexed == list(range(indexed[0], indexed[-1] + 1))
+    before = indexed[0] if are_neighbours else 0
+    positions = torch.broadcast_shapes(*(shape_of(indices[d]) for d in indexed))
+    sizes = [*others[:before], *positions, *others[before:]]
+    values = insert(node, ATEN.expand_copy.default, values, sizes)
+    after = before + len(positions)
+    if before:
+        moved = [*range(before, after), *range(before), *range(after, len(sizes))]
+        values = insert(node, ATEN.permute_copy.default, values, moved)
+    x = insert(node, ATEN.permute_copy.default, arguments["self"], order)
+    leading = _of_one_shape(node, [indices[d] for d in indexed])
+    x = insert(node, ATEN.index_put.default, x, leading, values, arguments["accumulate"])
+    become(node, ATEN.permute_copy.default, x, [order.index(d) for d in range(len(shape))])
 
 
 def _put_by_mask(node: Node, mask: Node, before: int) -> None:
@@ -477,10 +522,11 @@ RECORDS = (
         "aten.index_put.default",
         dtypes={"": ANY, "indices": INTEGER | BOOL},
         constraints=(
+            holds(_is_single_mask, ReasonCode.ARGUMENT, "a mask is one of several indices"),
             holds(
-                _is_indexable,
-                ReasonCode.ARGUMENT,
-                "a mask or an inner dimension is indexed with others",
+                _knows_inner_indices,
+                ReasonCode.SYMBOLIC,
+                "indices of inner dimensions have dynamic shapes",
             ),
             holds(
                 _knows_selected,

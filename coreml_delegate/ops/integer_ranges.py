@@ -349,6 +349,7 @@ _TRANSFERS: Mapping[str, _Transfer] = {
     "constant_pad_nd": _values_of("self", "value"),
     "copy": _values_of("src"),
     "cumsum": _running_sum,
+    "diagonal_scatter": _values_of("self", "src"),
     "div": _quotient,
     "fill": _values_of("value"),
     "floor_divide": _quotient,

@@ -14,6 +14,7 @@ from coreml_delegate.ops.call import (
     ANY,
     BOUNDARY,
     FLOAT,
+    INTEGER,
     MAX_RANK,
     NARROW,
     OpCall,
@@ -128,23 +129,28 @@ def _join(node: Node) -> None:
 
 
 def _diagonal(node: Node) -> None:
-    """Every (columns + 1)th element of a flattened matrix.
+    """Read the diagonal, or write it.
 
-    Coremltools mistranslates the op: apple/coremltools#2565.
+    It is every (columns + 1)th element of a flattened matrix. Coremltools mistranslates the op:
+    apple/coremltools#2565.
     """
     arguments = arguments_of(node)
     x, offset = arguments["self"], arguments["offset"]
     rank = value_of(x).dim()
     rows, columns = (arguments[n] % rank for n in ("dim1", "dim2"))
-    batch_dims = [d for d in range(rank) if d not in (rows, columns)]
-    sizes = shape_of(x)
-    matrix = insert(node, ATEN.permute_copy.default, x, [*batch_dims, rows, columns])
-    flat_shape = [*(sizes[d] for d in batch_dims), sizes[rows] * sizes[columns]]
-    flat = insert(node, ATEN.view_copy.default, matrix, flat_shape)
-    step = sizes[columns] + 1
-    start = offset if offset >= 0 else -offset * sizes[columns]
-    end = start + (shape_of(node)[-1] - 1) * step + 1
-    become(node, ATEN.slice_copy.Tensor, flat, len(batch_dims), start, end, step)
+    order = [*(d for d in range(rank) if d not in (rows, columns)), rows, columns]
+    matrix = insert(node, ATEN.permute_copy.default, x, order)
+    *batch, height, width = shape_of(matrix)
+    flat = insert(node, ATEN.view_copy.default, matrix, [*batch, height * width])
+    start = offset if offset >= 0 else -offset * width
+    length = shape_of(arguments.get("src", node))[-1]
+    places = len(batch), start, start + (length - 1) * (width + 1) + 1, width + 1
+    if "src" not in arguments:
+        become(node, ATEN.slice_copy.Tensor, flat, *places)
+        return
+    flat = insert(node, ATEN.slice_scatter.default, flat, arguments["src"], *places)
+    matrix = insert(node, ATEN.view_copy.default, flat, shape_of(matrix))
+    become(node, ATEN.permute_copy.default, matrix, [order.index(d) for d in range(rank)])
 
 
 def _pad(node: Node) -> None:
@@ -304,6 +310,12 @@ RECORDS = (
         quantization=_PAD,
     ),
     _op("aten.diagonal.default", constraints=(static_argument("self"),), rewrite=_diagonal),
+    _op(
+        "aten.diagonal_scatter.default",
+        dtypes={"": FLOAT | INTEGER},
+        constraints=(static_argument("self"),),
+        rewrite=_diagonal,
+    ),
     _op("aten.pixel_shuffle.default", quantization=MOVE),
     _op("aten.pixel_unshuffle.default", since=Opset.iOS16, quantization=MOVE),
     *(

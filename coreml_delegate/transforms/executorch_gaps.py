@@ -27,7 +27,7 @@ factored.
 
 **Strides.** ``as_strided`` indexes the memory of its argument, which in PyTorch is the memory of
 the tensor that a transpose, slice or expansion is a view of. In ExecuTorch and Core ML every result
-has memory of its own, in row-major order.
+has memory of its own, in row-major order. ``fill_diagonal_`` becomes ``as_strided``.
 """
 
 from __future__ import annotations
@@ -395,6 +395,7 @@ def decompose_without_kernel(program: ExportedProgram) -> ExportedProgram:
 
 def stride_over_bases(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` with ``as_strided`` applied to the tensor that its argument views."""
+    program = _fill_views_of_diagonals(program)
     for node in filter(_strides_over_unknown_sizes, program.graph.nodes):
         _logger.warning(
             "%s strides over the memory of a view whose sizes are known only when the program runs."
@@ -410,6 +411,27 @@ def stride_over_bases(program: ExportedProgram) -> ExportedProgram:
     functional.graph.eliminate_dead_code()
     functional.graph_module.recompile()
     return functional
+
+
+def _fill_views_of_diagonals(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with ``diagonal().fill_()`` for ``fill_diagonal_`` of matrices."""
+    if not any(map(_fills_diagonal, program.graph.nodes)):
+        return program
+    edited = with_parts(program, graph_module=copy.deepcopy(program.graph_module))
+    for node in list(filter(_fills_diagonal, edited.graph.nodes)):
+        matrix, value, *_ = node.args
+        insert(node, _ATEN.fill_.Scalar, insert(node, _ATEN.diagonal.default, matrix), value)
+        node.replace_all_uses_with(matrix)
+        edited.graph.erase_node(node)
+    edited.graph_module.recompile()
+    return edited
+
+
+def _fills_diagonal(node: Node) -> bool:
+    """Whether a call fills the diagonal of a matrix, and does not go on below it."""
+    if node.target is not _ATEN.fill_diagonal_.default:
+        return False
+    return value_of(node).dim() == 2 and not arguments_of(node)["wrap"]
 
 
 def reads_other_memory(node: Node) -> bool:

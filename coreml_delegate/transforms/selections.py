@@ -109,8 +109,7 @@ class _Selection:
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: all_rows.get(n, n))
             if node.target is _GATHER:  # of a row that is not selected, an index may be too large
                 x, dim, index = args
-                index = insert(node, _ATEN.clamp.default, index, 0, shape_of(x)[dim] - 1)
-                args = x, dim, index
+                args = x, dim, insert(node, _ATEN.clamp.default, index, 0, _last_index(node))
             all_rows[node] = insert(node, node.target, *args, **kwargs)
         for node in self.results:
             node.replace_all_uses_with(self._result(node, all_rows))
@@ -176,6 +175,11 @@ def _same(first: Any, second: Any, depth: int = 4) -> bool:
     return all(_same(a, b, depth - 1) for a, b in pairs)
 
 
+def _last_index(gather: Node) -> Any:
+    arguments = arguments_of(gather)
+    return shape_of(arguments["self"])[arguments["dim"]] - 1
+
+
 def _sizes_for_view(node: Node) -> list[int]:
     return [size if isinstance(size, int) else -1 for size in shape_of(node)]
 
@@ -202,6 +206,8 @@ def _keeps_rows_apart(node: Node, rows: Collection[Node]) -> bool:
         x, *weights = tensors
         are_weights = all(n not in rows and value_of(n).dim() <= _WEIGHT_RANK for n in weights)
         return are_weights and value_of(x).dim() > _WITH_WEIGHTS[node.target](node)
+    if node.target is _GATHER and not isinstance(_last_index(node), int):
+        return False
     if node.target in _ALONG:
         return all(n in rows for n in tensors) and 0 not in _dims(node)
     return False
@@ -219,9 +225,7 @@ def _dims(node: Node) -> set[int]:
     arguments = arguments_of(node)
     value = arguments.get("dim", arguments.get("dims"))
     dims = [value] if isinstance(value, int) else value or [0]
-    tensors = arguments.get("self", arguments.get("tensors"))
-    rank = value_of(tensors[0] if isinstance(tensors, list | tuple) else tensors).dim()
-    rank += node.target is _ATEN.unsqueeze.default
+    rank = value_of(node.all_input_nodes[0]).dim() + (node.target is _ATEN.unsqueeze.default)
     return {dim % rank for dim in dims}
 
 

@@ -31,8 +31,10 @@ class Draws(nn.Module):
         (lambda x: torch.randn(x.shape), 0.0, 1.0),
         (torch.randn_like, 0.0, 1.0),
         (torch.rand_like, 0.5, 12**-0.5),
+        (lambda x: torch.randn(x.shape, generator=None), 0.0, 1.0),
+        (lambda x: torch.rand(x.shape, generator=None), 0.5, 12**-0.5),
     ],
-    ids=["randn", "randn_like", "rand_like"],
+    ids=["randn", "randn_like", "rand_like", "randn of None", "rand of None"],
 )
 def test_distribution(
     draw: Callable[[torch.Tensor], torch.Tensor], mean: float, deviation: float, engine: str

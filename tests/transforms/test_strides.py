@@ -45,6 +45,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "copied": lambda x: torch.as_strided_copy(x.t(), (3, 2), (1, 4)),
     "copy by reshape": lambda x: x.t().reshape(24).as_strided((3, 2), (1, 4)),
     "written": _written,
+    "filled diagonal": lambda x: x.t().clone().fill_diagonal_(7.0),
     "in a branch": _branch,
 }
 

@@ -55,6 +55,33 @@ def _histograms(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+def _order_statistics(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    medians = {f"of dimension {dim}": x.median(dim) for dim in range(3)}
+    integers = (9 * x).to(torch.int64)
+    results = {
+        "of all": x.median(),
+        "of integers": integers.median(1, keepdim=True)[0],
+        "third": x.kthvalue(3)[0],
+        "position of the second": x.kthvalue(2, 1, keepdim=True)[1],
+        "of NaN": x.log().median(1)[0],
+        "position of NaN": x.log().median(1)[1],
+    }
+    results |= {f"{name}, value": result[0] for name, result in medians.items()}
+    return results | {f"{name}, position": result[1] for name, result in medians.items()}
+
+
+def _one_hot(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    truth = (x > 0).to(torch.int64)
+    return {"largest": functional.one_hot(x.argmax(-1), 4), "truth": functional.one_hot(truth, 2)}
+
+
+def _nothing_written(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    written, cropped = x.clone(), x.clone()
+    written[..., 4:9] = 2 * x[..., 4:]
+    cropped[1:1] = 3.0
+    return {"beyond": written * 2, "empty": cropped * 2}
+
+
 def _product(rows: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:
     transformers()  # registers its op
     fallback: Any = torch.ops.transformers.grouped_mm_fallback
@@ -73,7 +100,9 @@ def _compare(
     for engine in ("reference", "openvino"):
         results = runtime.load_program(pte, engine=engine).run("forward", list(inputs))
         for result, (name, value) in zip(results, expected.items(), strict=True):
-            torch.testing.assert_close(result, value, atol=atol, rtol=rtol, msg=name)
+            torch.testing.assert_close(
+                result, value, atol=atol, rtol=rtol, equal_nan=True, msg=name
+            )
 
 
 @pytest.mark.parametrize(
@@ -81,10 +110,13 @@ def _compare(
     [
         (_empty, (X,), "fp32"),
         (_histograms, (X,), "fp32"),
+        (_order_statistics, (X,), "fp32"),
+        (_one_hot, (X,), "fp32"),
+        (_nothing_written, (X,), "fp32"),
         (_product, ROWS, "fp32"),
         (_half_product, ROWS, "bf16"),
     ],
-    ids=["empty", "histograms", "product", "half-product"],
+    ids=lambda value: value.__name__.lstrip("_") if callable(value) else "",
 )
 def test_delegated(
     function: Callable[..., dict[str, torch.Tensor]], inputs: Inputs, precision: str

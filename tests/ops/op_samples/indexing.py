@@ -16,6 +16,8 @@ def n(*shape: int, high: int = 2, dtype: torch.dtype = torch.int64) -> TensorArg
 _ROWS = w(values=[0, 3], dtype=torch.int64)
 _ALONG = w(values=[[0, 3, 1, 2], [1, 4, 0, 1]], dtype=torch.int64)
 
+_PAIRS = w(values=[[0, 3], [4, 1]], dtype=torch.int64)
+_FIRST = w(values=[1, 0], dtype=torch.int64)
 _BOTH = w(values=[True, True], dtype=torch.bool)
 _THREE = w(values=[[False, True, False, False, True], [True] + 4 * [False]], dtype=torch.bool)
 
@@ -80,6 +82,12 @@ ACCEPTED = (
     *(
         accept("aten.index_put.default", x(2, 5, 4), indices, values, *accumulate, note=note)
         for note, indices, values, *accumulate in (
+            ("two, broadcast", [_FIRST, _PAIRS], x(2, 2, 4)),
+            ("inner rank 2", [None, _PAIRS], x(2, 2, 2, 4)),
+            ("inner rank 2, accum", [None, _PAIRS], x(2, 1), True),
+            ("inner two", [None, _ROWS, _ROWS], x(2, 2)),
+            ("inner two, broadcast", [None, _PAIRS, _ROWS], x(2)),
+            ("apart", [_FIRST, None, _ROWS], x(2, 5)),
             ("mask", [b(2, 5, 4)], x()),
             ("mask, accum", [b(2, 5, 4)], x(1), True),
             ("mask of rows", [b(2, 5)], x(4)),
@@ -218,12 +226,22 @@ REJECTED = (
     ),
     reject(
         ReasonCode.ARGUMENT,
-        "a mask or an inner dimension is indexed with others",
+        "a mask is one of several indices",
         "aten.index_put.default",
         x(2, 4),
         [_BOTH, n(2, high=4)],
         x(),
         note="mask and index",
+    ),
+    reject(
+        ReasonCode.SYMBOLIC,
+        "indices of inner dimensions have dynamic shapes",
+        "aten.index_put.default",
+        w(5, 4, 3),
+        [None, n(2, 3, high=4)],
+        x(1),
+        note="inner indices of dynamic shapes",
+        dynamic=True,
     ),
     reject(
         ReasonCode.SYMBOLIC,
@@ -233,15 +251,6 @@ REJECTED = (
         [None, _BOTH],
         x(5, 2, 4),
         note="inner mask of known number",
-    ),
-    reject(
-        ReasonCode.ARGUMENT,
-        "a mask or an inner dimension is indexed with others",
-        "aten.index_put.default",
-        x(5, 4),
-        [None, n(2, 2, high=4)],
-        x(5, 2, 2),
-        note="inner-rank2",
     ),
     reject(
         ReasonCode.SYMBOLIC,

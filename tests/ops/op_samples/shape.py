@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from ops.op_samples.sample import accept, b, i, reject, x
+from ops.op_samples.sample import accept, b, i, reject, w, x
 
 from coreml_delegate.ops import ReasonCode
 from coreml_delegate.targets import Opset
@@ -179,6 +179,10 @@ ACCEPTED = (
     accept("aten.diagonal.default", x(4, 5), 2, note="above"),
     accept("aten.diagonal.default", x(5, 3), -3, note="below"),
     accept("aten.diagonal.default", x(4, 2, 3, 5), 1, -1, 0, note="dims"),
+    accept("aten.diagonal_scatter.default", x(4, 5), x(4)),
+    accept("aten.diagonal_scatter.default", i(4, 5), i(3), 2, note="above"),
+    accept("aten.diagonal_scatter.default", x(5, 3), x(2), -3, note="below"),
+    accept("aten.diagonal_scatter.default", x(4, 2, 3, 5), x(2, 3, 3), 1, -1, 0, note="dims"),
 )
 
 _IMAGE = (1, 2, 3, 4)
@@ -269,6 +273,7 @@ REJECTED = (
             ("pad", ([-1, -1],)),
             ("constant_pad_nd", ([-1, 2],)),
             ("diagonal", ()),
+            ("diagonal_scatter", (w(4),)),
         )
     ),
     *(

@@ -62,7 +62,7 @@ def _drop_trailing_none(indices: Sequence[Any]) -> list[Any]:
 def _is_single_mask(call: OpCall) -> bool:
     """If a mask indexes, nothing else does."""
     ranks = [tensor.dim() for _, tensor in call.tensors("indices")]
-    return not _is_mask(call) or (len(ranks) == 1 and ranks[0] > 0)
+    return not _has_mask(call) or (len(ranks) == 1 and ranks[0] > 0)
 
 
 def _knows_inner_indices(call: OpCall) -> bool:
@@ -74,7 +74,7 @@ def _knows_inner_indices(call: OpCall) -> bool:
     return [t.dim() for t in tensors] == [1] or all(isinstance(size, int) for size in sizes)
 
 
-def _is_mask(call: OpCall) -> bool:
+def _has_mask(call: OpCall) -> bool:
     return any(tensor.dtype is torch.bool for _, tensor in call.tensors("indices"))
 
 
@@ -85,7 +85,7 @@ def _knows_selected(call: OpCall) -> bool:
     the dimensions after the mask; values are broadcast to it.
     """
     data, values, mask = (call.tensor(n) for n in ("self", "values", "indices"))
-    if data is None or values is None or mask is None or not _is_mask(call):
+    if data is None or values is None or mask is None or not _has_mask(call):
         return True
     before = len(_drop_trailing_none(call.arguments["indices"])) - 1
     after = data.dim() - before - mask.dim()
@@ -151,11 +151,11 @@ def _put_leading(node: Node, indices: Sequence[Any], values: Node) -> None:
     arguments, shape = arguments_of(node), shape_of(node)
     indexed = [d for d, index in enumerate(indices) if index is not None]
     order = [*indexed, *(d for d in range(len(shape)) if d not in indexed)]
-    others = [shape[d] for d in order[len(indexed) :]]
+    other_sizes = [shape[d] for d in order[len(indexed) :]]
     are_neighbours = indexed == list(range(indexed[0], indexed[-1] + 1))
     before = indexed[0] if are_neighbours else 0
     positions = torch.broadcast_shapes(*(shape_of(indices[d]) for d in indexed))
-    sizes = [*others[:before], *positions, *others[before:]]
+    sizes = [*other_sizes[:before], *positions, *other_sizes[before:]]
     values = insert(node, ATEN.expand_copy.default, values, sizes)
     after = before + len(positions)
     if before:
@@ -533,7 +533,7 @@ RECORDS = (
                 ReasonCode.SYMBOLIC,
                 "the number of elements that the mask selects is dynamic",
             ),
-            static_argument("self", when=lambda call: not _is_mask(call)),
+            static_argument("self", when=lambda call: not _has_mask(call)),
         ),
         rewrite=_via_int32(_index_put),
     ),

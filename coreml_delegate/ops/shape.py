@@ -144,11 +144,11 @@ def _diagonal(node: Node) -> None:
     flat = insert(node, ATEN.view_copy.default, matrix, [*batch, height * width])
     start = offset if offset >= 0 else -offset * width
     length = shape_of(arguments.get("src", node))[-1]
-    places = len(batch), start, start + (length - 1) * (width + 1) + 1, width + 1
+    slice_args = len(batch), start, start + (length - 1) * (width + 1) + 1, width + 1
     if "src" not in arguments:
-        become(node, ATEN.slice_copy.Tensor, flat, *places)
+        become(node, ATEN.slice_copy.Tensor, flat, *slice_args)
         return
-    flat = insert(node, ATEN.slice_scatter.default, flat, arguments["src"], *places)
+    flat = insert(node, ATEN.slice_scatter.default, flat, arguments["src"], *slice_args)
     matrix = insert(node, ATEN.view_copy.default, flat, shape_of(matrix))
     become(node, ATEN.permute_copy.default, matrix, [order.index(d) for d in range(rank)])
 

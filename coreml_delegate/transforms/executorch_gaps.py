@@ -78,6 +78,9 @@ ASSERTIONS = frozenset(
 )
 
 
+_COPIES = frozenset({_ATEN.copy_.default, _ATEN.copy.default})
+
+
 def name_values(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` with the names of its inputs and outputs, for ExecuTorch to write.
 
@@ -172,7 +175,7 @@ def drop_empty_parts(program: ExportedProgram) -> ExportedProgram:
     for node in program.graph.nodes:
         if node.target is _ATEN.cat.default and any(_is_empty(value_of(n)) for n in node.args[0]):
             table[node.target] = _without_empty
-        elif node.target is _ATEN.copy_.default and _has_no_elements(value_of(node)):
+        elif node.target in _COPIES and _has_no_elements(value_of(node)):
             table[_ATEN.slice_scatter.default] = _without_write  # what a write to a slice becomes
     return program.run_decompositions(table) if table else program
 

@@ -2,7 +2,7 @@
 
 ``y[mask] = f(x[mask])`` computes as many rows as the mask has true elements. Core ML has no tensor
 of such a size. If ``f`` treats each row by itself, the assignment is ``where(mask, f(x), y)``, and
-so are sums and means of the rows sums of ``where(mask, f(x), 0)``.
+a sum of the rows is a sum of ``where(mask, f(x), 0)``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ATEN: Any = torch.ops.aten
 
 
 def compute_all_rows(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with what it computes of the rows of masks computed of all rows."""
+    """Return ``program`` with functions of selected rows as functions of all rows."""
     if not any(map(_selects, program.graph.nodes)):
         return program
     functional = program.run_decompositions({})
@@ -140,8 +140,8 @@ class _Selection:
         total = insert(node, node.target, selected, **arguments)
         if node.target not in _MEANS:
             return total
-        ones = insert(node, _ATEN.ones_like.default, rows)
-        flags = insert(node, _ATEN.where.self, mask, ones, zero)
+        one = insert(node, _ATEN.ones_like.default, rows)
+        flags = insert(node, _ATEN.where.self, mask, one, zero)
         return insert(node, _ATEN.div.Tensor, total, insert(node, node.target, flags, **arguments))
 
 

@@ -72,7 +72,7 @@ def _sorted(x: torch.Tensor) -> torch.Tensor:
 
 
 def _spline(x: torch.Tensor) -> torch.Tensor:
-    """Of positions outside the bins, the number of the bin is too large or negative."""
+    """Positions outside the bins have a bin number that is negative, or too large."""
     position = x[..., 0] + 0.5
     inside, result = (position >= 0) & (position < 1), position.clone()
     widths = x[inside].softmax(-1)

@@ -79,7 +79,8 @@ def _nothing_written(x: torch.Tensor) -> dict[str, torch.Tensor]:
     written, cropped = x.clone(), x.clone()
     written[..., 4:9] = 2 * x[..., 4:]
     cropped[1:1] = 3.0
-    return {"beyond": written * 2, "empty": cropped * 2}
+    results = {"beyond": written * 2, "empty": cropped * 2}
+    return results | {"beside another op": written.median()}
 
 
 def _product(rows: torch.Tensor, ends: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -50,6 +50,7 @@ from coreml_delegate.partition.verdicts.parts import refuse_results
 from coreml_delegate.patches import patched
 from coreml_delegate.patches.torch import SKIP_GUARD_CODE, OpOverload
 from coreml_delegate.targets import STATE_OPSET
+from coreml_delegate.transforms.antialiasing import resize_by_matrices
 from coreml_delegate.transforms.complex_numbers import split_complex_numbers
 from coreml_delegate.transforms.constant_folding import (
     compute_sizes,
@@ -76,6 +77,7 @@ _INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
 _TRANSFORMS = (
     stride_over_bases,
     compute_all_rows,
+    resize_by_matrices,
     decompose_without_kernel,
     drop_empty_parts,
     protect_recurrent_layers,

@@ -119,6 +119,7 @@ def _rewrite_reads(
     _replace(program, buffer.name, lambda value: value.to(state_dtype).reshape(shape or [1]))
     value = node
     if initial is not None and started is not None:
+        initial = initial.reshape(node.meta["val"].shape)
         constant = add_constant(program, f"{_INITIAL}_{node.name}", initial, node)
         value = insert(first, ATEN.where.self, started, value, constant)
     if not shape:

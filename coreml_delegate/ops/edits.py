@@ -158,9 +158,8 @@ def add_constant(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Node:
-    """Add a constant to a program, with the shape and metadata of ``like``."""
-    constant = value.detach().to(dtype).reshape(like.meta["val"].shape)
-    constant = constant.clone(memory_format=torch.contiguous_format)
+    """Add a constant to a program, with the metadata of ``like``."""
+    constant = value.detach().to(dtype).clone(memory_format=torch.contiguous_format)
     node = add_placeholder(program, name, constant, like)
     program.graph_signature.input_specs.insert(
         0, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)

@@ -34,7 +34,10 @@ _INTEGER_BITS = Refusal("Core ML has no bitwise ops on integers")
 _SLOW = Refusal("coremltools unrolls it over the dimension, an op per element")
 _SINGLE = Refusal("the number has another rank than the sequence")
 _ACCUMULATED = Refusal("Core ML does not choose the dtype of a product")
-_ANTIALIASED = Refusal("Core ML has no antialiasing when it resizes")
+_ANTIALIASED = Refusal(
+    "Core ML has no antialiasing when it resizes",
+    remedy="Resize floats between static sizes, which becomes products with matrices",
+)
 _OTHER_FORM = Refusal("exported programs have another overload, which has a record or decomposes")
 _PACKED_SEQUENCE = Refusal("a packed sequence has another batch at each step")
 _TRAINING = Refusal("dropout at training draws random numbers")

@@ -504,6 +504,7 @@ def _store(
 ) -> Node:
     """Store the value of a call as a constant for ``users``, and return its placeholder."""
     name = _unused_name(program, f"{_PREFIX}_{node.name}")
+    value = value.reshape(node.meta["val"].shape)
     constant = add_constant(program, name, value, node, dtype=value.dtype)
     for user in users:
         if user.op != "output":

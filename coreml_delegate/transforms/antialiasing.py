@@ -1,7 +1,7 @@
 """Resizing with antialiasing, as products with constant matrices.
 
-Core ML has no antialiasing when it resizes. PyTorch's is linear, and of one dimension after the
-other: ``y = rows @ x @ columns.T``. Each matrix is what PyTorch makes of the identity matrix.
+Core ML has no antialiasing when it resizes. PyTorch resizes rows and columns separately, and both
+steps are linear: ``y = A @ x @ B.T``, where PyTorch makes A and B by resizing the identity matrix.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def resize_by_matrices(program: ExportedProgram) -> ExportedProgram:
 
 
 def _is_replaced(node: Node) -> bool:
-    """Whether a call resizes floats between static sizes, by matrices that are not too large."""
+    """Whether a call resizes floats between static sizes, by matrices of at most 16 MB in fp32."""
     if node.target not in _RESIZE or not value_of(node).is_floating_point():
         return False
     sizes = [*_sizes(node, 0), *_sizes(node, 1)]

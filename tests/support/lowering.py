@@ -82,17 +82,24 @@ def lower(module: nn.Module, inputs: Inputs, **options: Any) -> Lowered:
     return _lower(module, inputs, EdgeCompileConfig(), options)
 
 
-def lower_unchecked(module: nn.Module, inputs: tuple[Any, ...], **options: Any) -> Lowered:
+def lower_unchecked(
+    module: nn.Module, inputs: tuple[Any, ...], *, dynamic_shapes: Any = None, **options: Any
+) -> Lowered:
     """Like ``lower``, with operators outside the core ATen opset."""
+    config = EdgeCompileConfig(_check_ir_validity=False)
     with torch.no_grad():
-        return _lower(module, inputs, EdgeCompileConfig(_check_ir_validity=False), options)
+        return _lower(module, inputs, config, options, dynamic_shapes)
 
 
 def _lower(
-    module: nn.Module, inputs: tuple[Any, ...], config: EdgeCompileConfig, options: dict[str, Any]
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    config: EdgeCompileConfig,
+    options: dict[str, Any],
+    dynamic_shapes: Any = None,
 ) -> Lowered:
     partitioner = CoreMLPartitioner(**({"compile_specs": fp32_specs()} | options))
-    exported = torch.export.export(module.eval(), inputs)
+    exported = torch.export.export(module.eval(), inputs, dynamic_shapes=dynamic_shapes)
     before = {name: value.clone() for name, value in _tensors(module)}
     edge = to_edge_transform_and_lower(exported, partitioner=[partitioner], compile_config=config)
     assert [n for n, value in _tensors(module) if not torch.equal(value, before[n])] == []

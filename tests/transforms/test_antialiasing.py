@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from support.lowering import Function, fp32_specs, lower_unchecked, reasons
 from support.tolerances import ATOL_RTOL
 from torch.export import Dim
 from torch.nn.functional import interpolate
 
-from coreml_delegate import CoreMLPartitioner, runtime
+from coreml_delegate import runtime
 
 IMAGES = torch.linspace(-40.0, 40.0, 2 * 3 * 17 * 20).sin().reshape(2, 3, 17, 20)
 FORMS: dict[str, dict[str, Any]] = {
@@ -51,14 +50,10 @@ def test_any_number_of_images() -> None:
     def resize(x: torch.Tensor) -> torch.Tensor:
         return interpolate(x, (8, 8), mode="bicubic", antialias=True)
 
-    program = torch.export.export(
-        Function(resize), (IMAGES,), dynamic_shapes=(({0: Dim("images", min=1, max=8)},),)
-    )
-    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
-    config = EdgeCompileConfig(_check_ir_validity=False)
-    edge = to_edge_transform_and_lower(program, partitioner=[partitioner], compile_config=config)
-    assert not partitioner.report.undelegated
-    loaded = runtime.load_program(edge.to_executorch().buffer)
+    shapes = (({0: Dim("images", min=1, max=8)},),)
+    lowered = lower_unchecked(Function(resize), (IMAGES,), dynamic_shapes=shapes)
+    assert not lowered.report.undelegated
+    loaded = runtime.load_program(lowered.pte)
     atol, rtol = ATOL_RTOL["fp32"]
     for images in (IMAGES[:1], torch.cat((IMAGES, IMAGES.flip(0)))):
         (result,) = loaded.run("forward", [images])

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-from support.lowering import Function, fp32_specs, lower_unchecked, reasons
+from support.lowering import Function, lower_unchecked, reasons
 from support.tolerances import ATOL_RTOL
 from torch.export import Dim
 from torch.nn import functional
 
-from coreml_delegate import CoreMLPartitioner, runtime
+from coreml_delegate import runtime
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -122,14 +121,10 @@ def test_delegated(function: Callable[[torch.Tensor], Results]) -> None:
 
 @pytest.mark.parametrize("function", [_by_a_mask_and_its_inverse, _constants, _layers, _totals])
 def test_delegated_with_a_dynamic_size(function: Callable[[torch.Tensor], Results]) -> None:
-    program = torch.export.export(
-        Function(function), (X,), dynamic_shapes=(({1: Dim("rows", min=2, max=64)},),)
-    )
-    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
-    config = EdgeCompileConfig(_check_ir_validity=False)
-    edge = to_edge_transform_and_lower(program, partitioner=[partitioner], compile_config=config)
-    assert not partitioner.report.undelegated
-    pte = edge.to_executorch().buffer
+    shapes = (({1: Dim("rows", min=2, max=64)},),)
+    lowered = lower_unchecked(Function(function), (X,), dynamic_shapes=shapes)
+    assert not lowered.report.undelegated
+    pte = lowered.pte
     for x in INPUTS.values():
         longer = torch.cat((x, x[:, :5]), 1)
         _compare(pte, longer, function(longer))

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 from support.checkpoints import tiny_model
 from support.llm_families import FAMILIES
-from support.lowering import Function, Inputs, fp32_specs, lower_unchecked
+from support.lowering import Function, Inputs, lower_unchecked
 from support.tolerances import ATOL_RTOL, ATOL_RTOL_LOGITS
 from torch.nn import functional
 
-from coreml_delegate import CoreMLPartitioner, runtime
+from coreml_delegate import runtime
 from coreml_delegate.patches.third_party import transformers
 
 X = torch.linspace(-3.0, 3.0, 24).sin().reshape(2, 3, 4)
@@ -137,12 +136,9 @@ def test_any_number_of_rows() -> None:
         return results | _product(x, ends)
 
     shapes = (({0: torch.export.Dim("rows", min=2, max=9)}, None),)
-    exported = torch.export.export(Function(function), ROWS, dynamic_shapes=shapes)
-    partitioner = CoreMLPartitioner(compile_specs=fp32_specs())
-    config = EdgeCompileConfig(_check_ir_validity=False)
-    edge = to_edge_transform_and_lower(exported, partitioner=[partitioner], compile_config=config)
-    assert not partitioner.report.undelegated
-    pte = edge.to_executorch().buffer
+    lowered = lower_unchecked(Function(function), ROWS, dynamic_shapes=shapes)
+    assert not lowered.report.undelegated
+    pte = lowered.pte
     for rows in (2, 9):
         inputs = torch.linspace(-1.0, 1.0, 8 * rows).reshape(rows, 8), ROWS[1]
         _compare(pte, inputs, function(*inputs))

@@ -32,6 +32,7 @@ _UNKNOWN_TO_EXECUTORCH = frozenset(
         "aten.adaptive_max_pool3d.default",
         "aten.bucketize.Tensor",
         "aten.cumprod.default",
+        "aten.diagonal_scatter.default",
         "aten.exp2.default",
         "aten.linalg_inv_ex.default",
         "aten.remainder.Scalar_Tensor",

@@ -90,7 +90,7 @@ def test_no_file_has_grown_past_one_room():
     long = {
         str(p.relative_to(ROOT)): n
         for p in ROOT.glob("*/**/*.py")
-        if ".venv" not in p.parts
+        if p.relative_to(ROOT).parts[0] not in (".venv", "build")
         and not p.is_symlink()
         and (n := len(p.read_text().splitlines())) > 600
     }

@@ -20,6 +20,7 @@ from ops.op_samples import (
     resizing,
     shape,
     windows,
+    writing,
 )
 from ops.op_samples.sample import Rejected, Sample
 
@@ -41,6 +42,7 @@ _FAMILIES = (
     resizing,
     shape,
     windows,
+    writing,
 )
 
 ACCEPTED: dict[str, tuple[Sample, ...]] = {

@@ -301,7 +301,7 @@ def _normalized(
     return (pixels.float() * scale + bias).to(pixels.dtype)
 
 
-class _LoadedMethod(LoadedProgram):
+class _MethodOfPte(LoadedProgram):
     """A method of a ``.pte``."""
 
     def __init__(self, program: HostProgram, method: str, options: EngineOptions) -> None:
@@ -425,7 +425,7 @@ def load(
         enable_etdump=enable_etdump,
         debug_buffer_size=debug_buffer_size,
     )
-    return _LoadedMethod(program, method or program.program.default_method, options)
+    return _MethodOfPte(program, method or program.program.default_method, options)
 
 
 def refuse_pte_options(path: Path, *, enable_etdump: bool = False, **options: object) -> None:

@@ -115,8 +115,9 @@ def keywords_of(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
 def _form(option: Option, argument: Argument) -> dict[str, Any]:
     """Return the keywords of ``add_argument``."""
     default = option.default
-    if default is False:
-        return {"action": "store_true", "help": _meaning(option, argument)}
+    if isinstance(default, bool):
+        action = "store_false" if default else "store_true"
+        return {"action": action, "help": _meaning(option, argument)}
 
     def parse(text: str) -> Any:
         try:
@@ -142,7 +143,7 @@ def _meaning(option: Option, argument: Argument) -> str:
     of_none = re.search(r"None for (.*?)[.;] ", f"{option.doc} ")
     if option.default is None:
         text += f" (default: {of_none[1]})" if of_none else ""
-    elif option.default is not False:
+    elif not isinstance(option.default, bool):
         text += " (default: %(default)s)"
     return f"{text}; repeatable" if argument.is_repeatable else text
 

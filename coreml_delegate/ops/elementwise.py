@@ -213,11 +213,11 @@ _SMALL_POWER = holds(
 
 _op = partial(OpRecord, merge=pointwise)
 # Ops whose results are floats for every dtype.
-_floating = partial(_op, dtypes={"": ANY}, rewrite=promote("self"))
-_numeric = partial(_op, dtypes={"": NUMERIC})
+_to_floats = partial(_op, dtypes={"": ANY}, rewrite=promote("self"))
+_of_numbers = partial(_op, dtypes={"": NUMERIC})
 # PyTorch itself refuses these ops if all operands are booleans.
-_arithmetic = partial(_op, dtypes={"": ANY})
-_number = partial(_op, dtypes={"": ANY}, constraints=(numeric_result,))
+_of_all_dtypes = partial(_op, dtypes={"": ANY})
+_with_numeric_result = partial(_op, dtypes={"": ANY}, constraints=(numeric_result,))
 _power_of_floats = partial(
     _op, dtypes={"": ANY}, constraints=(floating_result,), rewrite=_floating_pow
 )
@@ -231,28 +231,28 @@ RECORDS = (
     _op("aten.round.decimals", rewrite=_round_decimals),
     _op("aten.trunc.default", translation=division.truncate),
     *(
-        _floating(f"aten.{name}.default")
+        _to_floats(f"aten.{name}.default")
         for name in (
             *("acos", "asin", "atan", "atanh", "cos", "cosh", "erf", "exp", "exp2", "expm1"),
             *("log", "log10", "log1p", "log2", "rsqrt", "sin", "sinh", "sqrt", "tan"),
         )
     ),
     *(
-        _floating(f"aten.{name}", rewrite=promote("self", "other"))
+        _to_floats(f"aten.{name}", rewrite=promote("self", "other"))
         for name in ("div.Scalar", "div.Tensor")
     ),
-    _floating("aten.acosh.default", translation=functions.acosh),
-    _floating("aten.asinh.default", translation=functions.asinh),
-    _floating("aten.atan2.default", rewrite=promote("self", "other"), translation=functions.atan2),
-    _floating("aten.reciprocal.default", rewrite=_reciprocal),
-    *(_numeric(f"aten.{name}.default") for name in ("abs", "neg", "sign")),
-    _numeric("aten.clamp.Tensor", rewrite=_clamp),
-    _numeric("aten.clamp.default", rewrite=_clamp, quantization=_CLAMPS),
-    _numeric("aten.clamp_max.default", rewrite=positional("self", "max")),
-    _numeric("aten.clamp_min.default", rewrite=positional("self", "min"), quantization=_CLAMPS),
-    *(_arithmetic(f"aten.div.{kind}_mode", rewrite=_divide) for kind in ("Scalar", "Tensor")),
+    _to_floats("aten.acosh.default", translation=functions.acosh),
+    _to_floats("aten.asinh.default", translation=functions.asinh),
+    _to_floats("aten.atan2.default", rewrite=promote("self", "other"), translation=functions.atan2),
+    _to_floats("aten.reciprocal.default", rewrite=_reciprocal),
+    *(_of_numbers(f"aten.{name}.default") for name in ("abs", "neg", "sign")),
+    _of_numbers("aten.clamp.Tensor", rewrite=_clamp),
+    _of_numbers("aten.clamp.default", rewrite=_clamp, quantization=_CLAMPS),
+    _of_numbers("aten.clamp_max.default", rewrite=positional("self", "max")),
+    _of_numbers("aten.clamp_min.default", rewrite=positional("self", "min"), quantization=_CLAMPS),
+    *(_of_all_dtypes(f"aten.div.{kind}_mode", rewrite=_divide) for kind in ("Scalar", "Tensor")),
     *(
-        _arithmetic(f"aten.{name}", rewrite=promote("self", "other"), translation=translation)
+        _of_all_dtypes(f"aten.{name}", rewrite=promote("self", "other"), translation=translation)
         for name, translation in (
             ("floor_divide.default", division.floor_divide),
             ("fmod.Scalar", division.fmod),
@@ -262,24 +262,24 @@ RECORDS = (
             ("remainder.Tensor", division.remainder),
         )
     ),
-    _arithmetic("aten.rsub.Scalar", rewrite=_rsub),
-    _arithmetic("aten.sub.Scalar", rewrite=_add_scaled(ATEN.sub.Scalar)),
-    _arithmetic("aten.sub.Tensor", rewrite=_add_scaled(ATEN.sub.Tensor)),
-    _number("aten.add.Scalar", rewrite=_add_scaled(ATEN.add.Scalar)),
-    _arithmetic(
+    _of_all_dtypes("aten.rsub.Scalar", rewrite=_rsub),
+    _of_all_dtypes("aten.sub.Scalar", rewrite=_add_scaled(ATEN.sub.Scalar)),
+    _of_all_dtypes("aten.sub.Tensor", rewrite=_add_scaled(ATEN.sub.Tensor)),
+    _with_numeric_result("aten.add.Scalar", rewrite=_add_scaled(ATEN.add.Scalar)),
+    _of_all_dtypes(
         "aten.add.Tensor",
         constraints=(_UNSCALED_BOOLS,),
         rewrite=_bool_as(ATEN.logical_or.default, _add_scaled(ATEN.add.Tensor)),
         quantization=_ADD,
     ),
-    _number("aten.mul.Scalar", rewrite=promote("self", "other")),
-    _arithmetic(
+    _with_numeric_result("aten.mul.Scalar", rewrite=promote("self", "other")),
+    _of_all_dtypes(
         "aten.mul.Tensor",
         rewrite=_bool_as(ATEN.logical_and.default, promote("self", "other")),
         quantization=_MUL,
     ),
     *(
-        _arithmetic(f"aten.{name}.default", rewrite=_bool_as(logic, promote("self", "other")))
+        _of_all_dtypes(f"aten.{name}.default", rewrite=_bool_as(logic, promote("self", "other")))
         for name, logic in (
             ("maximum", ATEN.logical_or.default),
             ("minimum", ATEN.logical_and.default),
@@ -288,7 +288,7 @@ RECORDS = (
     # MIL has only powers of floats.
     _power_of_floats("aten.pow.Scalar"),
     _power_of_floats("aten.pow.Tensor_Tensor"),
-    _numeric("aten.pow.Tensor_Scalar", constraints=(_SMALL_POWER,), rewrite=_pow),
+    _of_numbers("aten.pow.Tensor_Scalar", constraints=(_SMALL_POWER,), rewrite=_pow),
     *(_op(f"aten.{name}.Tensor", dtypes={"": ANY}, rewrite=_compare) for name in ("eq", "ne")),
     *(
         _op(f"aten.{name}", dtypes={"": ANY}, constraints=(_COMPARES_NUMBERS,), rewrite=_compare)

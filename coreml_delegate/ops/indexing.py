@@ -104,7 +104,7 @@ def _scatter(node: Node) -> None:
     if "src" in arguments:
         source = _crop(node, arguments["src"], sizes, None)
     else:
-        source = fill_like(node, index, arguments["value"])
+        source = full_of_shape(node, index, arguments["value"])
     parts = [data]
     cuts: list[tuple[int, int]] = []
     for d, size in enumerate(sizes):
@@ -131,7 +131,7 @@ class _Scatter(NamedTuple):
     source: Node
 
 
-def fill_like(node: Node, x: Node, value: Any) -> Node:
+def full_of_shape(node: Node, x: Node, value: Any) -> Node:
     """Return ``value`` in the shape of ``x``; coremltools fails to for dynamic sizes."""
     dtype = value_of(node).dtype
     return insert(node, ATEN.full_like.default, x, number(value, dtype), dtype=dtype)
@@ -155,7 +155,7 @@ def _scatter_call(node: Node, scatter: _Scatter) -> tuple[Any, ...]:
 
 def _overwrite_indexed(node: Node, scatter: _Scatter, identity: int | None) -> _Scatter:
     """Overwrite indexed elements with the identity; if it is None, each with any of its sources."""
-    source = scatter.source if identity is None else fill_like(node, scatter.indices, identity)
+    source = scatter.source if identity is None else full_of_shape(node, scatter.indices, identity)
     data = insert(node, ATEN.scatter.src, *scatter[:3], source)
     return scatter._replace(data=data)
 

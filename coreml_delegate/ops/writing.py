@@ -22,7 +22,7 @@ from coreml_delegate.ops.edits import (
     value_of,
 )
 from coreml_delegate.ops.flops import nothing
-from coreml_delegate.ops.indexing import fill_like, via_int32
+from coreml_delegate.ops.indexing import full_of_shape, via_int32
 from coreml_delegate.ops.record import OpRecord
 
 
@@ -53,7 +53,7 @@ def _has_mask(call: OpCall) -> bool:
     return any(tensor.dtype is torch.bool for _, tensor in call.tensors("indices"))
 
 
-def _knows_selected(call: OpCall) -> bool:
+def _has_static_number_of_values(call: OpCall) -> bool:
     """A mask writes one value to all selected elements, or the number of values is static.
 
     The result of the mask has the dimensions before the mask, one for the selected elements, and
@@ -80,6 +80,8 @@ def _index_put(node: Node) -> None:
     if value_of(indices[dim]).dtype is torch.bool:
         _put_by_mask(node, indices[dim], dim)
         return
+    if not any(value_of(index).dim() for index in indices if index is not None):
+        indices, values = _with_one_position(node, indices, values)
     if dim == 0 or None not in indices:
         indices = _of_one_shape(node, indices)
         become(node, node.target, arguments["self"], indices, values, arguments["accumulate"])
@@ -98,6 +100,28 @@ def _index_put(node: Node) -> None:
     become(node, target, arguments["self"], dim, index, values)
 
 
+def _with_one_position(node: Node, indices: Sequence[Any], values: Node) -> tuple[list[Any], Node]:
+    """Give indices of rank 0, which coremltools does not take, the shape [1]."""
+    sizes = [size for d, size in enumerate(shape_of(node)) if d not in _indexed(indices)]
+    values = insert(node, ATEN.expand_copy.default, values, sizes) if sizes else values
+    values = insert(node, ATEN.unsqueeze_copy.default, values, _place_of_positions(indices))
+    return [i and insert(node, ATEN.view_copy.default, i, [1]) for i in indices], values
+
+
+def _indexed(indices: Sequence[Any]) -> list[int]:
+    return [d for d, index in enumerate(indices) if index is not None]
+
+
+def _place_of_positions(indices: Sequence[Any]) -> int:
+    """Return the first dimension of the values that stands for the shape of the indices.
+
+    The shape replaces the indexed dimensions if they are neighbours, otherwise it comes first.
+    """
+    indexed = _indexed(indices)
+    are_neighbours = indexed == list(range(indexed[0], indexed[-1] + 1))
+    return indexed[0] if are_neighbours else 0
+
+
 def _of_one_shape(node: Node, indices: Sequence[Node]) -> list[Node]:
     """Broadcast indices to one shape, which coremltools does not."""
     shapes = [shape_of(index) for index in indices]
@@ -108,17 +132,11 @@ def _of_one_shape(node: Node, indices: Sequence[Node]) -> list[Node]:
 
 
 def _put_leading(node: Node, indices: Sequence[Any], values: Node) -> None:
-    """Move the indexed dimensions to the front, and back.
-
-    The indices are broadcast to one shape. In the shape of the values it is in the place of the
-    indexed dimensions if they are neighbours, otherwise at the front.
-    """
+    """Move the indexed dimensions to the front, and back."""
     arguments, shape = arguments_of(node), shape_of(node)
-    indexed = [d for d, index in enumerate(indices) if index is not None]
+    indexed, before = _indexed(indices), _place_of_positions(indices)
     order = [*indexed, *(d for d in range(len(shape)) if d not in indexed)]
     other_sizes = [shape[d] for d in order[len(indexed) :]]
-    are_neighbours = indexed == list(range(indexed[0], indexed[-1] + 1))
-    before = indexed[0] if are_neighbours else 0
     positions = torch.broadcast_shapes(*(shape_of(indices[d]) for d in indexed))
     sizes = [*other_sizes[:before], *positions, *other_sizes[before:]]
     values = insert(node, ATEN.expand_copy.default, values, sizes)
@@ -152,7 +170,7 @@ def _put_by_mask(node: Node, mask: Node, before: int) -> None:
         mask = insert(node, ATEN.expand_copy.default, mask, shape)
         scattered = node
         if arguments["accumulate"]:
-            zeros = fill_like(node, data, 0)
+            zeros = full_of_shape(node, data, 0)
             scattered = insert(node, ATEN.masked_scatter.default, zeros, mask, values)
             become(node, ATEN.add.Tensor, data, scattered)
         else:
@@ -234,7 +252,7 @@ RECORDS = (
                 "indices of inner dimensions have dynamic shapes",
             ),
             holds(
-                _knows_selected,
+                _has_static_number_of_values,
                 ReasonCode.SYMBOLIC,
                 "the number of elements that the mask selects is dynamic",
             ),

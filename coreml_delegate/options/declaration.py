@@ -33,7 +33,7 @@ _P = ParamSpec("_P")
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The command-line form of an option; an option that is False by default takes no value.
+    """The command-line form of an option; the flag of a bool takes no value, and inverts it.
 
     Attributes:
         flag: ``--strict``.

@@ -80,7 +80,7 @@ _OWN: Mapping[str, Check] = MappingProxyType(
 
 
 class CoreMLRecipeType(RecipeType):
-    """Names of the recipes, equal to the names in ExecuTorch's own backend; it has no ``AUTO``.
+    """Names of the recipes: those of ExecuTorch's own backend, and ``AUTO``.
 
     ``ExportRecipe.get_recipe`` takes them; ``CoreMLRecipeProvider`` documents the keywords.
     """

@@ -20,6 +20,7 @@ _BILINEAR, _BICUBIC = _ATEN._upsample_bilinear2d_aa, _ATEN._upsample_bicubic2d_a
 _RESIZE = {op: form.default for form in (_BILINEAR, _BICUBIC) for op in (form.default, form.vec)}
 _LARGEST_MATRIX = 2**22
 """Elements of a matrix up to which a call is replaced: 16 MB in fp32."""
+_BLOCK = 256  # columns of the identity matrix
 
 
 def resize_by_matrices(program: ExportedProgram) -> ExportedProgram:
@@ -61,8 +62,14 @@ def _matrix(node: Node, axis: int) -> torch.Tensor:
     """Return the matrix [after, before] that resizes one axis."""
     arguments, (before, after) = arguments_of(node), _sizes(node, axis)
     scales = arguments.get("scale_factors", (arguments.get("scales_h"), arguments.get("scales_w")))
-    identity = torch.eye(before)[None, None]
-    resize = _RESIZE[node.target]
     scale = None if scales is None else scales[axis]
-    matrix = resize(identity, [after, before], arguments["align_corners"], scale, None)
-    return matrix[0, 0].to(value_of(node).dtype)
+    resize, corners = _RESIZE[node.target], arguments["align_corners"]
+    rows = torch.arange(before)
+    # In blocks, because the identity matrix is larger than its resized form.
+    columns = [
+        resize(
+            (rows[:, None] == block).float()[None, None], [after, len(block)], corners, scale, None
+        )
+        for block in rows.split(_BLOCK)
+    ]
+    return torch.cat(columns, -1)[0, 0].to(value_of(node).dtype)

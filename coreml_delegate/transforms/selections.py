@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from coreml_delegate.ops.call import tensors_of
 from coreml_delegate.ops.edits import arguments_of, insert, shape_of, value_of
 from coreml_delegate.ops.sizes import is_size
-from coreml_delegate.patches.torch import OpOverload
+from coreml_delegate.patches.torch import OpOverload, pytree
 from coreml_delegate.transforms.executorch_gaps import ASSERTIONS
 
 _ATEN: Any = torch.ops.aten
@@ -35,7 +35,7 @@ def compute_all_rows(program: ExportedProgram) -> ExportedProgram:
     for node in list(filter(_selects, graph.nodes)):
         if node.users:
             selection = _Selection(_mask(node))
-            if selection.covers(graph.nodes):
+            if selection.collect(graph.nodes):
                 selection.compute_all()
                 graph.eliminate_dead_code()
     functional.graph_module.recompile()
@@ -60,16 +60,16 @@ class _Selection:
     numbers: dict[Node, None] = field(default_factory=dict[Node, None])
     assertions: dict[Node, None] = field(default_factory=dict[Node, None])
 
-    def covers(self, nodes: Iterable[Node]) -> bool:
+    def collect(self, nodes: Iterable[Node]) -> bool:
         """Collect what depends on the rows; return whether all of it can be rewritten."""
         if _sizes_for_view(self.mask).count(-1) > 1:
             return False
         for node in nodes:
             if self._is_selection(node) or any(self._depends(n) for n in node.all_input_nodes):
-                members = self._members(node)
-                if members is None:
+                group = self._group_of(node)
+                if group is None:
                     return False
-                members[node] = None
+                group[node] = None
         return bool(self.results)
 
     def _is_selection(self, node: Node) -> bool:
@@ -78,15 +78,17 @@ class _Selection:
     def _depends(self, node: Node) -> bool:
         return node in self.rows or node in self.numbers
 
-    def _members(self, node: Node) -> dict[Node, None] | None:
-        """Return where a node belongs, None if it cannot be rewritten."""
+    def _group_of(self, node: Node) -> dict[Node, None] | None:
+        """Return the group that a node is to be added to, None if it cannot be rewritten."""
         if self._is_selection(node):
             is_first = not any(map(self._depends, node.all_input_nodes))
             return self.rows if is_first and -1 not in _sizes_for_view(node)[1:] else None
         if is_size(node):
             return self.numbers
+        if node.target in ASSERTIONS:
+            return self.assertions
         if any(n in self.numbers for n in node.all_input_nodes):
-            return self.assertions if node.target in ASSERTIONS else None
+            return None
         if self._is_result(node):
             return self.results
         return self.rows if _keeps_rows_apart(node, self.rows) else None
@@ -107,7 +109,7 @@ class _Selection:
                 all_rows[node] = insert(node, _ATEN.reshape.default, node.args[0], sizes)
                 continue
             args, kwargs = map_arg((node.args, node.kwargs), lambda n: all_rows.get(n, n))
-            if node.target is _GATHER:  # of a row that is not selected, an index may be too large
+            if node.target is _GATHER:  # rows that are not selected may have indices beyond the end
                 x, dim, index = args
                 args = x, dim, insert(node, _ATEN.clamp.default, index, 0, _last_index(node))
             all_rows[node] = insert(node, node.target, *args, **kwargs)
@@ -161,7 +163,11 @@ def _mask(selection: Node) -> Any:
 
 
 def _same(first: Any, second: Any, depth: int = 4) -> bool:
-    """Whether two values are equal because the same calls compute them, compared up to a depth."""
+    """Whether two values are equal because the same calls compute them.
+
+    ``depth`` limits the calls that are compared. A mask is mostly a comparison of few calls that
+    the program repeats: ``x[x.abs() > 1] = f(x[x.abs() > 1])``.
+    """
     if not isinstance(first, Node) or not isinstance(second, Node):
         return first == second
     if first is second:
@@ -195,11 +201,13 @@ def _keeps_rows_apart(node: Node, rows: Collection[Node]) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     results = [*tensors_of(node.meta["val"])]
-    tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    if len(tensors) < len(node.all_input_nodes) or not results or not results[0].dim():
+    # Each operand as often as it stands there: ``all_input_nodes`` has x once for ``x @ x``.
+    operands = [n for n in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
+    tensors = [n for n in operands if isinstance(n.meta.get("val"), torch.Tensor)]
+    if len(tensors) < len(operands) or not results or not results[0].dim():
         return False
-    if node.target in _DIVISIONS and not results[0].is_floating_point():
-        return False  # of a row that is not selected, the divisor may be 0
+    if node.target.overloadpacket in _OF_LIMITED_RANGE and not results[0].is_floating_point():
+        return False  # rows that are not selected may have divisors of 0, or negative exponents
     if _has_tag(node, torch.Tag.pointwise) or node.target in _POINTWISE:
         return all(_is_aligned(tensor, results[0], rows) for tensor in tensors)
     if node.target in _WITH_WEIGHTS:
@@ -221,7 +229,7 @@ def _is_aligned(tensor: Node, result: torch.Tensor, rows: Collection[Node]) -> b
 
 
 def _dims(node: Node) -> set[int]:
-    """Return the dimensions that a call is about; zero if it is about all."""
+    """Return the dimensions in the ``dim`` argument, from 0 on; {0} without one."""
     arguments = arguments_of(node)
     value = arguments.get("dim", arguments.get("dims"))
     dims = [value] if isinstance(value, int) else value or [0]
@@ -230,11 +238,9 @@ def _dims(node: Node) -> set[int]:
 
 
 _SELECT = _ATEN.index.Tensor
-_DIVISIONS = frozenset(
-    (
-        *(_ATEN.div.Tensor_mode, _ATEN.div.Scalar_mode, _ATEN.floor_divide.default),
-        *(_ATEN.remainder.Tensor, _ATEN.fmod.Tensor),
-    )
+# Ops that refuse some integers.
+_OF_LIMITED_RANGE = frozenset(
+    (_ATEN.div, _ATEN.floor_divide, _ATEN.fmod, _ATEN.pow, _ATEN.remainder)
 )
 _GATHER = _ATEN.gather.default
 _POINTWISE = frozenset(

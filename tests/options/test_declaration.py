@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import pydoc
 import re
@@ -13,7 +14,7 @@ from options import option_tables
 
 from coreml_delegate import CompileOptions, CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.checks import positive
+from coreml_delegate.options.checks import flag, positive
 from coreml_delegate.options.declaration import (
     Argument,
     Option,
@@ -25,7 +26,7 @@ from coreml_delegate.options.declaration import (
 from coreml_delegate.options.engine_options import EngineOptions
 from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from coreml_delegate.recipes import CoreMLRecipeProvider, CoreMLRecipeType
-from coreml_delegate.scripts.arguments import keywords_of
+from coreml_delegate.scripts.arguments import add_options, keywords_of
 from coreml_delegate.scripts.cli import main_parser
 
 CALLABLES = {
@@ -179,7 +180,10 @@ class Example:
     """
 
     rounds: int = option(
-        default=3, check=positive, doc="Number of rounds.", argument=Argument("--rounds")
+        default=3, check=positive, doc="Number of rounds.", argument=Argument("--rounds", parse=int)
+    )
+    is_checked: bool = option(
+        default=True, check=flag, doc="Whether to check.", argument=Argument("--unchecked")
     )
 
 
@@ -197,6 +201,12 @@ class Worker:
 def test_a_field_is_all_that_an_option_needs() -> None:
     assert "rounds: Number of rounds." in str(Example.__doc__)
     assert "rounds: Number of rounds." in str(Worker.work.__doc__)
-    assert str(inspect.signature(Worker().work)) == "(*, rounds: 'int' = 3) -> 'int'"
+    signature = "(*, rounds: 'int' = 3, is_checked: 'bool' = True) -> 'int'"
+    assert str(inspect.signature(Worker().work)) == signature
     assert Worker().work(rounds=2) == 2
     assert "rounds must be positive" in _refusal(Worker().work, rounds=0)
+    parser = argparse.ArgumentParser()
+    add_options(parser, Example)
+    assert keywords_of(parser.parse_args([]), Example) == {"rounds": 3, "is_checked": True}
+    args = parser.parse_args(["--rounds", "2", "--unchecked"])
+    assert keywords_of(args, Example) == {"rounds": 2, "is_checked": False}

@@ -46,6 +46,20 @@ def test_delegated(precision: str) -> None:
             torch.testing.assert_close(result, expected, atol=atol, rtol=rtol, msg=name)
 
 
+def test_many_columns() -> None:
+    """The matrices are made in blocks."""
+    image = torch.linspace(-40.0, 40.0, 3 * 3000).sin().reshape(1, 1, 3, 3000)
+
+    def resize(x: torch.Tensor) -> torch.Tensor:
+        return interpolate(x, (3, 70), mode="bilinear", antialias=True)
+
+    lowered = lower_unchecked(Function(resize), (image,), compile_specs=fp32_specs())
+    assert not lowered.report.undelegated
+    (result,) = runtime.load_program(lowered.pte).run("forward", [image])
+    atol, rtol = ATOL_RTOL["fp32"]
+    torch.testing.assert_close(result, resize(image), atol=atol, rtol=rtol)
+
+
 def test_any_number_of_images() -> None:
     def resize(x: torch.Tensor) -> torch.Tensor:
         return interpolate(x, (8, 8), mode="bicubic", antialias=True)

@@ -155,8 +155,24 @@ def _divides_integers(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _divides_a_number(x: torch.Tensor) -> torch.Tensor:
+    integers = (x * 4).to(torch.int64)
+    mask, result = integers != 0, torch.zeros_like(integers)
+    result[mask] = 100 % integers[mask]
+    return result
+
+
+def _multiplies_rows_with_each_other(x: torch.Tensor) -> torch.Tensor:
+    rows = x[x[..., 0] > 0]
+    return functional.linear(rows, rows).sum(1).sum(0)
+
+
 @pytest.mark.parametrize(
-    "function", [_is_returned, _mixes_rows, _writes_by_another_mask, _divides_integers]
+    "function",
+    [
+        *(_is_returned, _mixes_rows, _writes_by_another_mask, _divides_integers),
+        *(_divides_a_number, _multiplies_rows_with_each_other),
+    ],
 )
 def test_undelegated(function: Callable[[torch.Tensor], Results]) -> None:
     lowered = lower_unchecked(Function(function), (X,))

@@ -435,7 +435,7 @@ class OpenVinoFunction:
         return OpenVinoState(self._states, self.interface.writes)
 
     def native_call(self, interface: NativeInterface, state: State | None) -> NativeCall | None:
-        """Return a call that runs without Python; see ``NativeFunction``."""
+        """Return a call that runs without Python; see ``OpenVinoNativeFunction``."""
         program = self.native_program(interface, ())
         function = None if program is None else load_natively(program)
         return None if function is None else function.bind(native_state(state))
@@ -445,7 +445,7 @@ class OpenVinoFunction:
         interface: NativeInterface,
         shapes: Sequence[Mapping[str, tuple[int, ...]]],  # noqa: ARG002
     ) -> NativeProgram | None:
-        """Return the native form of the function; see ``NativeFunction``."""
+        """Return the native form of the function; see ``OpenVinoNativeFunction``."""
         if self.native_obstacle() is not None:
             return None
         return describe_function(self.config, interface, [self.native_model(interface)])

@@ -56,7 +56,7 @@ _TYPES: Final[Mapping[str, int]] = {
 }
 
 
-class NativeFunction:
+class OpenVinoNativeFunction:
     """A function that can be called without Python; models may be added.
 
     Raises:
@@ -118,10 +118,10 @@ class NativeFunction:
         return call
 
 
-def load_natively(program: NativeProgram) -> NativeFunction | None:
+def load_natively(program: NativeProgram) -> OpenVinoNativeFunction | None:
     """Return a function that is called without Python; None if the library refuses it."""
     try:
-        return NativeFunction(program)
+        return OpenVinoNativeFunction(program)
     except EngineUnavailableError as error:
         _logger.debug("no native calls: %s", error)
         return None

@@ -21,7 +21,7 @@ from coreml_delegate.runtime.engines.base import Array, KernelTime, State
 from coreml_delegate.runtime.engines.input_shapes import check_shape
 from coreml_delegate.runtime.engines.openvino.session.inference import OpenVinoFunction
 from coreml_delegate.runtime.engines.openvino.session.native_calls import (
-    NativeFunction,
+    OpenVinoNativeFunction,
     describe_function,
     load_natively,
 )
@@ -77,7 +77,7 @@ class EnumeratedFunction:
         self._building = threading.Lock()
         self._graphs: OrderedDict[_Key, OpenVinoFunction] = OrderedDict()
         # Callers may pass the tensors in different orders, and have states of their own.
-        self._native = WeakKeyDictionary[NativeFunction, NativeInterface]()
+        self._native = WeakKeyDictionary[OpenVinoNativeFunction, NativeInterface]()
         self._first = self._graph(first_shapes(function))
 
     def __call__(self, inputs: Mapping[str, Array], state: State | None = None) -> dict[str, Array]:
@@ -126,7 +126,7 @@ class EnumeratedFunction:
     def native_program(
         self, interface: NativeInterface, shapes: Sequence[Mapping[str, tuple[int, ...]]]
     ) -> NativeProgram | None:
-        """Return the native form of the function; see ``NativeFunction``."""
+        """Return the native form of the function; see ``OpenVinoNativeFunction``."""
         models: list[NativeModel] = []
         for sizes in shapes:
             graph = self._graph({feature.name: sizes[feature.name] for feature in self._features})

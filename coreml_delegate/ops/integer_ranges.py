@@ -6,7 +6,7 @@ booleans and literal arguments. Integer inputs of the program are unbounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,7 @@ class WideIntegers:
         values = values or {}
         ranges = self.ranges(program, values)
         wide: dict[Node, Reason] = {}
-        for node, key, value in stored_constants(program):
+        for node, key, value in _constants_of(program):
             reason = self._constant_reason(node, key, values.get(key, value), ranges.get(node))
             if reason is not None:
                 wide[node] = reason
@@ -100,7 +100,7 @@ class WideIntegers:
             values: As for ``obstacles``.
         """
         bounds: dict[Node, Interval] = {}
-        for node, key, value in stored_constants(program):
+        for node, key, value in _constants_of(program):
             interval = self._constant(key, values.get(key, value))
             if interval.is_known:
                 bounds[node] = interval
@@ -125,6 +125,15 @@ class WideIntegers:
         else:
             return None
         return _reason(text)
+
+
+def _constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.Tensor | None]]:
+    """Yield the stored constants, and those that a branch has as attributes."""
+    yield from stored_constants(program)
+    for node in program.graph.find_nodes(op="get_attr"):
+        value = getattr(program.graph_module, str(node.target), None)
+        if isinstance(value, torch.Tensor):
+            yield node, str(node.target), value
 
 
 def _reason(text: str) -> Reason:

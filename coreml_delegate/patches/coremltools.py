@@ -54,6 +54,8 @@ def _instead(replacement: Any, _: Any) -> Any:
 
 def _fuse_difference(fuse: Callable[..., bool]) -> Callable[..., bool]:
     def try_to_transform(conv: Any, total: Any) -> bool:
+        if total.outputs[0].shape != conv.outputs[0].shape:
+            return False
         if total.op_type == "sub" and isinstance(total.y.val, np.ndarray):
             mb = pkgutil.resolve_name(_BUILDER)
             block, (difference,) = total.enclosing_block, total.outputs
@@ -73,6 +75,26 @@ def _fuse_divisor(fuse: Callable[..., bool]) -> Callable[..., bool]:
         return scale.op_type == "real_div" and scale.x.val is not None
 
     return lambda conv, scale: not is_dividend(scale) and fuse(conv, scale)
+
+
+def _fuse_channels(fuse: Callable[..., bool]) -> Callable[..., bool]:
+    def try_to_transform(product: Any, total: Any, block: Any) -> bool:
+        x = product.x if product.x.val is None else product.y
+        return total.outputs[0].shape == x.shape and fuse(product, total, block)
+
+    return try_to_transform
+
+
+def _fuse_to_magnitude(first: Any, second: Any, block: Any) -> bool:
+    """Replace ``sqrt(pow(x, 2))`` by ``abs(x)``; leave ``pow(sqrt(x), 2)``."""
+    x, result = first.x, second.outputs[0]
+    if first.op_type != "pow" or x.shape != result.shape:
+        return False
+    mb = pkgutil.resolve_name(_BUILDER)
+    magnitude = mb.abs(x=x, name=result.name, before_op=first)
+    block.replace_uses_of_var_after_op(anchor_op=second, old_var=result, new_var=magnitude)
+    block.remove_ops([first, second])
+    return True
 
 
 def _is_mean(total: Any) -> bool:
@@ -179,13 +201,25 @@ WORKAROUNDS = (
     _patch(
         f"{_PASSES}.optimize_conv:fuse_conv_bias._try_to_transform",
         _fuse_difference,
-        "It negates the constant subtracted from a convolution in place, in the lowered model.",
+        "It negates the constant subtracted from a convolution in place, in the lowered model, and"
+        " takes summands with more channels than the convolution for a bias.",
     ),
     _patch(
         f"{_PASSES}.optimize_conv:fuse_conv_scale._try_to_transform",
         _fuse_divisor,
         "It takes a constant divided by a convolution for the divisor.",
         2776,
+    ),
+    _patch(
+        f"{_PASSES}.optimize_elementwise_binary:fuse_elementwise_to_batchnorm._try_to_transform",
+        _fuse_channels,
+        "It makes a batch norm of a product and a sum that repeat the only channel of an image.",
+    ),
+    _patch(
+        "coremltools.converters.mil.backend.mil.passes.fuse_pow2_sqrt:_try_to_transform",
+        partial(_instead, _fuse_to_magnitude),
+        "It takes the root of a square for the number itself, which may be negative, and the square"
+        " of a root of a negative number for the number.",
     ),
     _patch(
         f"{_PASSES}.cleanup:fuse_reduce_mean._try_to_transform",

@@ -33,6 +33,7 @@ has memory of its own, in row-major order. ``fill_diagonal_`` becomes ``as_strid
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import operator
@@ -195,10 +196,12 @@ def _without_write(x: torch.Tensor, source: torch.Tensor, *_: Any) -> Any:
 
 def _without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     parts = [tensor for tensor in tensors if not _is_empty(tensor)]
-    # Empty tensors contribute to the dtype of the result.
-    if len(parts) in (0, len(tensors)) or len({tensor.dtype for tensor in tensors}) > 1:
+    if len(parts) in (0, len(tensors)):
         return NotImplemented
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
+    # Empty tensors contribute to the dtype of the result.
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    joined = torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
+    return joined.to(dtype)
 
 
 def drop_assertions(program: ExportedProgram) -> ExportedProgram:
@@ -285,6 +288,8 @@ def _histogram(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0)
     Equal bounds stand for the bounds of the data.
     """
     x = x.flatten()
+    if min == max and _has_no_elements(x):
+        return NotImplemented
     low, high = (min, max) if min != max else _bounds(x)
     numbers = ((x - low) * bins / (high - low)).to(torch.int32).clamp(max=bins - 1)
     numbers = torch.where((x >= low) & (x <= high), numbers, -1)
@@ -340,7 +345,7 @@ def _kth_value(x: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) ->
 
 def _median_along(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
     """The lower of two medians, or the first NaN."""
-    if not x.dim() or not isinstance(x.shape[dim], int):
+    if not x.dim() or not isinstance(x.shape[dim], int) or not x.shape[dim]:
         return NotImplemented
     median, position = _kth_value(x, (x.shape[dim] + 1) // 2, dim, keepdim)
     if x.is_floating_point():

@@ -72,7 +72,7 @@ def promote_half_to_fp32(
         logger.info("half precision stays as it is because of %s", ", ".join(dtype_dependent))
         return program
     try:
-        if _writes_half(program):
+        if _writes_in_place(program):
             program = program.run_decompositions({})  # functional: a write is a result
         return _Promoter(program, is_left_out, constants_inside=constants_inside).run()
     except Exception as error:  # noqa: BLE001 - the program lowers without it, with fewer delegated calls
@@ -287,11 +287,9 @@ def _casts_to_fp32(call: Node) -> bool:
     return is_cast and torch.float32 in (*call.args, call.kwargs.get("dtype"))
 
 
-def _writes_half(program: ExportedProgram) -> bool:
-    """Return whether a call changes its arguments in place, and a buffer is in fp16."""
-    names = program.graph_signature.inputs_to_buffers
-    nodes = program.graph.find_nodes(op="placeholder")
-    return any(node.name in names and _dtype(node) is torch.float16 for node in nodes) and any(
+def _writes_in_place(program: ExportedProgram) -> bool:
+    """Return whether a call changes its arguments in place: readers have casts of their own."""
+    return any(
         isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
         for node in program.graph.nodes
     )

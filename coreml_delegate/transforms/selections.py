@@ -67,7 +67,7 @@ class _Selection:
         for node in nodes:
             if self._is_selection(node) or any(self._depends(n) for n in node.all_input_nodes):
                 group = self._group_of(node)
-                if group is None:
+                if group is None or (group is self.rows and _has_empty_rows(node)):
                     return False
                 group[node] = None
         return bool(self.results)
@@ -145,6 +145,11 @@ class _Selection:
         one = insert(node, _ATEN.ones_like.default, rows)
         flags = insert(node, _ATEN.where.self, mask, one, zero)
         return insert(node, _ATEN.div.Tensor, total, insert(node, node.target, flags, **arguments))
+
+
+def _has_empty_rows(node: Node) -> bool:
+    """Whether a result has a size of 0, so that a reshape cannot infer the number of rows."""
+    return any(0 in tensor.shape[1:] for tensor in tensors_of(node.meta["val"]))
 
 
 def _selects(node: Node) -> bool:

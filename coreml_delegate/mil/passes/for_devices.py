@@ -27,6 +27,7 @@ from coreml_delegate.mil.passes.matching import (
     Rewrite,
     constants,
     is_output,
+    is_tested_for_nan,
     made_by,
     number_in,
     replace,
@@ -44,6 +45,8 @@ LARGE_BATCH = 10
 
 BATCHED_RANK = 4
 """Rank of the scores of that attention."""
+
+_SDPA = "scaled_dot_product_attention"
 
 FAST_POOL_STRIDES = frozenset({1, 2, 4})
 """Strides of pooling that are efficient on the neural engine."""
@@ -68,7 +71,11 @@ def visible_rows_as_factor(op: Any) -> None:
     keywords: Any = {"before_op": largest}
     factor = largest.outputs[0]
     if mask is not None:
-        for reader in [r for r in mask.child_ops if r.op_type in _READS_MASK]:
+        for reader in list(mask.child_ops):
+            if reader.op_type != _SDPA and not (
+                reader.op_type == "add" and _leads_only_to_softmax(reader)
+            ):
+                continue
             bounded = mb.maximum(x=mask, y=number(HIDDEN, mask), before_op=reader)
             replace_operand(reader, mask, bounded)
         best = mb.reduce_max(x=mask, axes=largest.axes, keep_dims=largest.keep_dims, **keywords)
@@ -78,14 +85,13 @@ def visible_rows_as_factor(op: Any) -> None:
         replace(op, mb.mul(x=op.b, y=factor, name=_name(op), before_op=op))
 
 
-ATTENTIONS = ("matmul", "scaled_dot_product_attention")
+ATTENTIONS = ("matmul", _SDPA)
 """Ops whose result may be an attention."""
-_READS_MASK = frozenset({"add", "scaled_dot_product_attention"})
 
 
 def decompose_attention(op: Any) -> None:
     """Write ``scaled_dot_product_attention`` as ``softmax(Q K^T / sqrt(width) + mask) V``."""
-    if op.op_type != "scaled_dot_product_attention":
+    if op.op_type != _SDPA:
         return
     keywords: Any = {"before_op": op}
     scale = number(1 / math.sqrt(op.query.shape[-1]), op.query)
@@ -94,7 +100,9 @@ def decompose_attention(op: Any) -> None:
     mask = op.attn_mask
     if mask is not None:
         hidden = number(HIDDEN, op.query)
-        if mask.dtype.__name__ == "bool":
+        if mask.val is not None and mask.val.dtype == bool:
+            mask = np.where(mask.val, 0, hidden).astype(hidden.dtype)
+        elif mask.dtype.__name__ == "bool":
             mask = mb.select(cond=mask, a=number(0, op.query), b=hidden, **keywords)
         scores = mb.add(x=scores, y=mask, **keywords)
     weights = mb.softmax(x=scores, axis=-1, **keywords)
@@ -106,7 +114,7 @@ _MASK_OPS = MOVES | {"add", "cast", "maximum", "minimum", "mul", "real_div", "se
 
 def bound_masks(op: Any) -> None:
     """Replace minus infinity in the constants that reach only a softmax by ``HIDDEN``."""
-    if op.op_type != "softmax":
+    if op.op_type != "softmax" or is_tested_for_nan(op):
         return
     pending, seen = [op], set[Any]()
     while pending:
@@ -178,6 +186,8 @@ def flattened_as_convolution(op: Any) -> None:
 
 # Strides
 
+_IMAGE_RANK = 4
+
 
 def is_smooth(stride: int) -> bool:
     """Return whether a number is 2^a 3^b; 0 is not."""
@@ -193,8 +203,8 @@ def strides_to_channels(op: Any) -> None:
     A convolution of stride s over x [N, C, L] is one of stride 1 over x as [N, C s, L / s], with
     its kernel in the same order.
     """
-    if op.op_type != "conv" or made_by(op.weight, "const") is None:
-        return
+    if op.op_type != "conv" or made_by(op.weight, "const") is None or op.x.rank > _IMAGE_RANK:
+        return  # the steps of a volume would be a sixth dimension
     strides = [int(stride) for stride in op.strides.val]
     if all(map(is_smooth, strides)) or any(int(rate) != 1 for rate in op.dilations.val):
         return

@@ -39,6 +39,7 @@ from coreml_delegate.patches.coremltools import INFINITE_FROM
 
 _LONG = 16  # terms of a sum that is worth another op
 _LARGEST_FACTOR = 4.0  # of a mean; a larger one shows the bits that fp16 lacks below 6e-5
+_SMALLEST_NORMAL = 2.0**-14  # of fp16
 _MOST_STEPS = 8  # ops between a sum and the quotient
 
 
@@ -91,11 +92,12 @@ def scale_ones(product: Any, may_cast: Selector) -> None:
     uniform = _uniform_factor(product)
     if uniform is None or not may_cast(product):
         return
+    number = number_in(product.inputs[uniform]) or 0.0
     last = product
     while (reader := only_reader(last, "mul", "real_div", *_MOVES)) and reader.op_type in _MOVES:
         last = reader
     factor = None if reader is None else _factor(reader, last.outputs[0])
-    if reader is None or factor is None:
+    if reader is None or factor is None or abs(number * factor) < _SMALLEST_NORMAL:
         return
     name = reader.outputs[0].name
     if last is product:
@@ -277,10 +279,14 @@ def _divide_terms(op: Any, divide: Divide, count: int) -> Any:
 
 def _divide_product(op: Any, divide: Divide, count: int) -> Any:
     """Divide one operand."""
+    bias = op.inputs.get("bias")
+    if bias is not None and bias.val is None:
+        return None
+    share = {} if bias is None else {"bias": np.asarray(bias.val / np.float32(count))}
     for name in ("y", "x"):
         part = divide(op.inputs[name]) if name in op.inputs else None
         if part is not None:
-            return _rebuilt(op, **{name: part})
+            return _rebuilt(op, **{name: part}, **share)
     if _contracted(op) != count:
         return None
     uniform = _uniform_factor(op)

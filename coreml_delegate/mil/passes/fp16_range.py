@@ -43,7 +43,9 @@ from coreml_delegate.mil.passes.matching import (
     Selector,
     axes_of,
     count_of,
+    exponent,
     is_fp32,
+    is_tested_for_nan,
     made_by,
     number_in,
     only_reader,
@@ -155,7 +157,7 @@ def _rewrite_root(op: Any, may_cast: Selector) -> None:
 
 def _match_root(op: Any) -> _Root | None:
     """Match a root of squares that ends in ``op``."""
-    power = number_in(op.y) if op.op_type == "pow" else _POWERS.get(op.op_type)
+    power = exponent(op) if op.op_type == "pow" else _POWERS.get(op.op_type)
     if power not in (0.5, -0.5) or not is_fp32(op.x):
         return None
     total, epsilon = _without_epsilon(op.x)
@@ -239,7 +241,7 @@ def _replace_by_layer_norm(quotient: Any, norm: Norm, scale: float) -> None:
 def _parameter(op: Any, x: Any, norm: Norm) -> Any:
     """Return the constant operand of ``op``, beside ``x``, as array of ``norm.shape``, or None."""
     other = op.y if op.x is x else op.x
-    if other.val is None or made_by(other, "const") is None or other.rank > x.rank:
+    if other.val is None or made_by(other, "const") is None or op.outputs[0].shape != x.shape:
         return None
     value = np.asarray(other.val, np.float32)
     value = value.reshape((1,) * (x.rank - value.ndim) + value.shape)
@@ -328,8 +330,13 @@ def _scale_before_product(softmax: Any, may_cast: Selector) -> None:
         factors = operands(product)
         factor = min(factors, key=lambda factor: _elements(factor.shape))
         scaled = mb.mul(x=factor, y=np.float32(scale), before_op=product)
-        replace_operand(product, factor, scaled)
-        replace(var.op, product.outputs[0])
+        if factors[0] is factors[1]:
+            result = mb.matmul(**{**product.inputs, "x": scaled}, before_op=product)
+            replace(product, result)
+        else:
+            replace_operand(product, factor, scaled)
+            result = product.outputs[0]
+        replace(var.op, result)
 
 
 def _scaled_product(var: Any) -> tuple[Any, float] | None:
@@ -345,7 +352,8 @@ def _scaled_product(var: Any) -> tuple[Any, float] | None:
         return None
     scale = number if op.op_type == "mul" else 1 / number
     factors = operands(product)
-    if not 0 < abs(scale) < 1 or len(set(factors)) != 2:  # 1: both factors would be scaled
+    is_matmul = product.op_type == "matmul"
+    if not 0 < abs(scale) < 1 or len(factors) != 2 or not (is_matmul or len(set(factors)) == 2):
         return None
     if (
         result in product.enclosing_block.outputs
@@ -374,8 +382,11 @@ def _bound_factors(product: Any, may_cast: Selector) -> None:
 
 
 def _bound_scores(softmax: Any, may_cast: Selector) -> None:
-    """Clamp the scores of a softmax, if their terms may include a mask."""
-    if softmax.op_type != "softmax" or not may_cast(softmax):
+    """Clamp the scores of a softmax, if their terms may include a mask.
+
+    If NaN is replaced afterwards, rows that minus infinity hides as a whole have to become NaN.
+    """
+    if softmax.op_type != "softmax" or not may_cast(softmax) or is_tested_for_nan(softmax):
         return
     scores = softmax.x
     if not any(_may_overflow(*origin) for origin in _origins(scores)):

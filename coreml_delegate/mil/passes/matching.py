@@ -133,7 +133,20 @@ def squared(var: Any) -> Any:
     op = made_by(var, "square", "mul", "pow")
     if op is None or (op.op_type == "mul" and op.x is not op.y):
         return None
-    return None if op.op_type == "pow" and number_in(op.y) != 2 else op.x
+    return op.x if op.op_type != "pow" or exponent(op) == 2 else None
+
+
+def exponent(power: Any) -> float | None:
+    """Return the constant exponent of a ``pow`` that does not broadcast its base, or None."""
+    return number_in(power.y) if power.outputs[0].shape == power.x.shape else None
+
+
+def is_tested_for_nan(op: Any) -> bool:
+    """Return whether the result of an op is compared with itself, as only NaN differs from it."""
+    return any(
+        reader.op_type in ("equal", "not_equal") and reader.x is reader.y
+        for reader in op.outputs[0].child_ops
+    )
 
 
 @dataclass(frozen=True, slots=True)

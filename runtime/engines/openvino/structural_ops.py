@@ -28,6 +28,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     element_type,
     fail_if,
     ints,
+    is_computed,
     make_model,
     rank,
     reshape,
@@ -170,18 +171,16 @@ def _branch(
 
 
 # Ops whose result may share the memory of the operand.
-_VIEWS = {"Convert", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
-
-
 def _copy_of_other(value: Any, own: Any, parameters: Sequence[Any], turn: Any) -> Any:
-    """Return a loop variable's next value, copied if it is another variable's current value.
+    """Return a loop variable's next value, copied if it may be a view of another variable.
 
-    The plugin replaces the variables one after another, in place. ``own`` is the variable's
-    parameter, among the ``parameters`` of all, and ``turn`` the number of the iteration.
+    A chain of ops with one operand may be views, such as transposes of sizes of 1. The plugin
+    replaces the variables one after another, in place. ``own`` is the variable's parameter, among
+    the ``parameters`` of all, and ``turn`` the number of the iteration.
     """
     source = value.get_node()
-    while source.get_type_name() in _VIEWS:
-        source = source.input_value(0).get_node()
+    while len(before := _computed_operands(source)) == 1:
+        (source,) = before.values()
     other_names = [
         parameter.get_friendly_name() for parameter in parameters if parameter is not own
     ]
@@ -190,6 +189,12 @@ def _copy_of_other(value: Any, own: Any, parameters: Sequence[Any], turn: Any) -
     is_turn = ops.greater_equal(turn, ints(0))  # with a constant the copy would be folded
     zero = ops.constant(np.zeros((), bool), element_type(value))
     return ops.select(is_turn, value, zero).output(0)
+
+
+def _computed_operands(node: Any) -> dict[str, Any]:
+    """Return the nodes that compute the operands of a node, by name."""
+    nodes = (value.get_node() for value in node.input_values() if is_computed(value))
+    return {node.get_friendly_name(): node for node in nodes}
 
 
 def _translate_condition(

@@ -78,13 +78,14 @@ class _NormOfPairs:
         if (
             axes is None
             or factors is None
-            or width is None
+            or width in (None, 1)  # a norm of single elements is fused with any product after it
             or not self._is_first_half(values, half)
         ):
             return False
         k = float(factors.flat[0])
         is_mirrored = (
-            np.array_equal(factors.ravel(), np.repeat(np.array([k, -k], np.float32), width))
+            factors.shape[-1:] == (2 * width,)
+            and np.array_equal(factors.ravel(), np.repeat(np.array([k, -k], np.float32), width))
             and k > 0
         )
         is_last = values[self._pair].get_node().get_attributes()["axis"] % (last + 1) == last

@@ -31,7 +31,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
     shape_of,
 )
-from coreml_delegate.runtime.engines.openvino.plugin import nan, top_k
+from coreml_delegate.runtime.engines.openvino.plugin import integers, nan, top_k
 from coreml_delegate.runtime.engines.openvino.translations import translation
 from coreml_delegate.runtime.engines.openvino.values import Result, Tensor, refusal
 from coreml_delegate.targets import Opset
@@ -74,7 +74,7 @@ def _scatter_divided(data: Tensor, scatter: Callable[[Any], Any]) -> Any:
     ``scatter`` multiplies the updates into a tensor of the shape of ``data``.
     """
     divisor = scatter(ops.broadcast(scalar(1, data), shape_of(data)))
-    return ops.divide(ops.subtract(data, ops.mod(data, divisor)), divisor)
+    return integers.truncated_divide(data, divisor)
 
 
 def _wrap_negative(indices: Tensor, size: Callable[[], Any]) -> Any:
@@ -148,6 +148,7 @@ def _gather_in_batches(x: Tensor, indices: Tensor, axis: int, batch_dims: int) -
     GatherND does the same, with ``axis`` transposed to directly after the batch axes and the
     result transposed back.
     """
+    indices = _wrap_negative(indices, lambda: dim_of(x, axis))
     between = list(range(batch_dims, axis))
     order = [*range(batch_dims), axis, *between, *range(axis + 1, rank(x))]
     gathered = _gather_nd(

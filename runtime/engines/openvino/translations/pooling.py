@@ -99,7 +99,15 @@ def l2_pool(
     ceil_mode: bool = False,
 ) -> Result:
     """Euclidean norm over windows of ``x`` [N, C, *spatial]."""
-    mean = avg_pool(ops.multiply(x, x), kernel_sizes, pad_type, strides, pad, ceil_mode=ceil_mode)
+    x = ops.multiply(x, x)
+    if ceil_mode:  # with zeros for positions beyond the padding
+        spatial = rank(x) - 2
+        begin, end = split_pad(pad_type, pad, spatial)
+        steps = list(strides or [1] * spatial)
+        x, _, beyond = _pad_counted(x, list(kernel_sizes), steps, begin, end)
+        pads = ints([0] * rank(x)), ints([0, 0, *beyond])
+        x, pad_type, pad = ops.pad(x, *pads, "constant", scalar(0, x)), "valid", None
+    mean = avg_pool(x, kernel_sizes, pad_type, strides, pad)
     return ops.sqrt(ops.multiply(mean, scalar(math.prod(kernel_sizes), x)))
 
 

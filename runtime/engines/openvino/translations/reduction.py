@@ -8,6 +8,7 @@ import numpy as np
 from openvino import opset15 as ops
 
 from coreml_delegate.runtime.engines.openvino.graph import (
+    dims,
     f32,
     ints,
     is_float,
@@ -34,6 +35,18 @@ def _log_sum_exp(x: Tensor, axes: Sequence[int], keep_dims: bool) -> Result:
     return ops.add(ops.log(total), peak if keep_dims else ops.squeeze(peak, ints(axes)))
 
 
+def _mean(x: Tensor, axes: Sequence[int], keep_dims: bool) -> Result:
+    """Return the mean.
+
+    OpenVINO 2026.4 takes ``x / sqrt(mean(x ** 2) + epsilon)`` for a root mean square norm also if
+    the mean has one dimension less and broadcasts along another, or is that of single elements.
+    """
+    if all(dims(x)[axis] == 1 for axis in axes):
+        return x if keep_dims or not axes else ops.squeeze(x, ints(axes))
+    mean = ops.reduce_mean(x, ints(axes), True)
+    return mean if keep_dims else ops.squeeze(mean, ints(axes))
+
+
 def _of_squares(total: _Reduce) -> _Reduce:
     return lambda x, axes, keep_dims: total(ops.multiply(x, x), axes, keep_dims)
 
@@ -50,7 +63,7 @@ _REDUCTIONS: dict[str, tuple[_Reduce, _Reduce | None]] = {
         None,
     ),
     "reduce_log_sum_exp": (_log_sum_exp, None),
-    "reduce_mean": (_plain(ops.reduce_mean), None),
+    "reduce_mean": (_mean, None),
     "reduce_prod": (_plain(ops.reduce_prod), integers.exact_product),
     "reduce_sum": (_plain(ops.reduce_sum), integers.exact_sum),
     "reduce_sum_square": (_of_squares(_plain(ops.reduce_sum)), _of_squares(integers.exact_sum)),
@@ -59,7 +72,7 @@ _REDUCTIONS: dict[str, tuple[_Reduce, _Reduce | None]] = {
 
 def _register(op_type: str, build: _Reduce, of_integers: _Reduce | None) -> None:
     def reduce(x: Tensor, axes: Ints | None = None, keep_dims: bool = False) -> Result:
-        over = axes or tuple(range(rank(x)))
+        over = tuple(range(rank(x))) if axes is None else axes
         if is_float(x) or of_integers is None:
             return build(f32(x), over, keep_dims)
         return of_integers(x, over, keep_dims)
@@ -82,7 +95,7 @@ def _register_extremum(op_type: str, build: _Reduce, of_integers: _Reduce, sign:
     def reduce(
         x: Tensor, axes: Ints | None = None, keep_dims: bool = False, *, exact_nan: bool = False
     ) -> Result:
-        over = axes or tuple(range(rank(x)))
+        over = tuple(range(rank(x))) if axes is None else axes
         if not is_float(x):
             return of_integers(x, over, keep_dims)
 

@@ -86,6 +86,8 @@ def _slice_with_steps(
     EliminateConcatStridedSlice takes them for contiguous parts.
     """
     begin, end = ops.convert(begin, "i32"), ops.convert(end, "i32")
+    is_zero = [flag and drop for flag, drop in zip(begin_mask, squeezed, strict=True)]
+    begin = ops.select(_constant_flags(is_zero), ints(0), begin)
     after = ops.select(ops.equal(begin, ints(-1)), ints(INT_MAX), ops.add(begin, ints(1)))
     end = ops.select(_constant_flags(squeezed), after, end)
     firsts = [INT_MIN if step > 0 else INT_MAX for step in steps]
@@ -270,9 +272,11 @@ def pad(x: Tensor, pad: Tensor, mode: str = "constant", constant_val: float = 0.
 @translation("reverse")
 def reverse(x: Tensor, axes: Ints | None = None) -> Result:
     """``x`` with the order along ``axes`` reversed."""
-    over = ints(list(axes) if axes else list(range(rank(x))))
-    count = len(axes) if axes else rank(x)
-    return ops.slice(x, ints([-1] * count), ints([INT_MIN] * count), ints([-1] * count), over)
+    over = list(range(rank(x))) if axes is None else list(axes)
+    if not over:
+        return x
+    backwards = ints([-1] * len(over))
+    return ops.slice(x, backwards, ints([INT_MIN] * len(over)), backwards, ints(over))
 
 
 @translation("reverse_sequence")

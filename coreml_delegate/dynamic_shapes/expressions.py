@@ -50,6 +50,7 @@ _FUNCTIONS: Mapping[str, Callable[..., _Number]] = {
     "FloatTrueDiv": lambda a, b: Fraction(a) / b,
     "FloorToInt": math.floor,
     "CeilToInt": math.ceil,
+    "ToFloat": Fraction,
     "TruncToInt": lambda a: math.trunc(a),
     "floor": math.floor,
     "ceiling": math.ceil,
@@ -75,7 +76,7 @@ class SizeExpression:
         """Read an expression.
 
         Args:
-            text: An expression in Python's notation, of integers, names, ``+ - * / // % **``, and
+            text: An expression in Python's notation, of numbers, names, ``+ - * / // % **``, and
                 the functions that torch prints.
 
         Raises:
@@ -154,7 +155,9 @@ def _symbols(tree: ast.expr) -> set[str]:
     match tree:
         case ast.Name(id=name):
             return {name}
-        case ast.Constant(value=int(value)) if not isinstance(value, bool) and value < _MAX_VALUE:
+        case ast.Constant(value=int(value) | float(value)) if (
+            not isinstance(value, bool) and value < _MAX_VALUE
+        ):
             return set()
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
             return _symbols(operand)
@@ -170,8 +173,8 @@ def _evaluate(tree: ast.expr, values: _Values) -> _Number:
     match tree:
         case ast.Name(id=name):
             result: _Number = values[name]
-        case ast.Constant(value=int(value)):
-            result = value
+        case ast.Constant(value=int(value) | float(value)):
+            result = value if isinstance(value, int) else Fraction(value)
         case ast.UnaryOp(op=operator, operand=operand):
             inner = _evaluate(operand, values)
             result = -inner if isinstance(operator, ast.USub) else inner
@@ -195,7 +198,7 @@ def _affine(tree: ast.expr) -> tuple[Fraction, Fraction] | None:
     match tree:
         case ast.Name():
             return Fraction(1), Fraction(0)
-        case ast.Constant(value=int(value)):
+        case ast.Constant(value=int(value) | float(value)):
             return Fraction(0), Fraction(value)
         case ast.UnaryOp(op=operator, operand=operand):
             linear = _affine(operand)

@@ -5,6 +5,7 @@ PyTorch promotes operands of several kinds; the rewrites cast them, as Core ML d
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -234,9 +235,14 @@ RECORDS = (
         _to_floats(f"aten.{name}.default")
         for name in (
             *("acos", "asin", "atan", "atanh", "cos", "cosh", "erf", "exp", "exp2", "expm1"),
-            *("log", "log10", "log1p", "log2", "rsqrt", "sin", "sinh", "sqrt", "tan"),
+            *("log1p", "sin", "sinh", "sqrt", "tan"),
         )
     ),
+    *(
+        _to_floats(f"aten.{name}.default", translation=partial(functions.log, base=base))
+        for name, base in (("log", math.e), ("log2", 2), ("log10", 10))
+    ),
+    _to_floats("aten.rsqrt.default", translation=functions.rsqrt),
     *(
         _to_floats(f"aten.{name}", rewrite=promote("self", "other"))
         for name in ("div.Scalar", "div.Tensor")

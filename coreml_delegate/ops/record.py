@@ -6,6 +6,7 @@ patterns and the documentation's table derive from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from coreml_delegate.ops.call import (
     ANY,
     FLOAT,
     INT32,
+    INTEGER,
     MAX_RANK,
     Dtypes,
     OpCall,
@@ -157,10 +159,14 @@ class OpRecord:
 def numbers_fit(call: OpCall) -> Reason | None:
     """Integers that an op computes with fit int32; positions, as the end of a slice, need not."""
     schema = schema_of(overload_of(call.node.target))
+    results = call.outputs()
+    are_integers = bool(results) and results[0].dtype in INTEGER
+    kinds = (int, float) if are_integers else int
     for argument in () if schema is None else schema.arguments:
         value = call.arguments.get(argument.name)
         counts = str(argument.type) in ("number", "Optional[number]", "Tensor")
-        if counts and isinstance(value, int) and not INT32.min <= value <= INT32.max:
+        counts = counts and isinstance(value, kinds) and math.isfinite(value)
+        if counts and not INT32.min <= value <= INT32.max:
             return Reason(
                 ReasonCode.ARGUMENT,
                 f"{argument.name}={value} is beyond int32, the widest of Core ML",

@@ -77,7 +77,12 @@ def _has_static_length(call: OpCall) -> bool:
 
 
 def _any(node: Node) -> None:
-    set_arguments(node, self=truth(node, arguments_of(node)["self"]))
+    arguments = arguments_of(node)
+    x = truth(node, arguments["self"])
+    if arguments.get("dim") == []:  # reduces nothing
+        become(node, ATEN.clone.default, x)
+    else:
+        set_arguments(node, self=x)
 
 
 def _flat_extremum(node: Node) -> None:
@@ -107,7 +112,8 @@ def _variance(node: Node) -> None:
     shape = shape_of(x)
     count = math.prod(shape[d] for d in (dims or range(len(shape))))
     variance = insert(node, node.target, x, dims, correction=0, keepdim=keep)
-    become(node, ATEN.mul.Scalar, variance, count / (count - correction))
+    freedom = count - correction
+    become(node, ATEN.mul.Scalar, variance, count / freedom if freedom > 0 else math.inf)
 
 
 def _rewrite_results(*rewrites: Callable[[Node, dict[str, Any]], None]) -> Rewrite:

@@ -158,6 +158,7 @@ def _pad(node: Node) -> None:
     arguments = arguments_of(node)
     if arguments.get("mode", "constant") == "constant":
         value = arguments["value"] or 0
+        value = value if value_of(node).is_floating_point() else int(value)
         become(node, ATEN.constant_pad_nd.default, arguments["self"], arguments["pad"], value)
 
 

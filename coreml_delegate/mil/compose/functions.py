@@ -123,11 +123,22 @@ def exponential_minus_one(x: Var) -> Var:
     return mb.select(cond=_is_small(x), a=mb.mul(x=x, y=series), b=direct)
 
 
+def log(x: Var, base: float = math.e) -> Var:
+    """Return the logarithm; minus infinity of 0, because MIL's epsilon is 0."""
+    result = mb.log(x=x, epsilon=number(0, x))
+    return result if base == math.e else mb.mul(x=result, y=number(1 / math.log(base), x))
+
+
+def rsqrt(x: Var) -> Var:
+    """``1 / sqrt(x)``; infinity of 0, because MIL's epsilon is 0."""
+    return mb.rsqrt(x=x, epsilon=number(0, x))
+
+
 def log_plus_one(x: Var) -> Var:
     """``log(1 + x)``: near 0 ``2 * (r + r**3 / 3 + ... + r**11 / 11)`` with ``r = x / (2 + x)``."""
     ratio = mb.real_div(x=x, y=mb.add(x=x, y=number(2, x)))
     series = polynomial(mb.mul(x=ratio, y=ratio), [2 / (2 * n + 1) for n in range(6)])
-    direct = _log(mb.add(x=x, y=number(1, x)))
+    direct = log(mb.add(x=x, y=number(1, x)))
     return mb.select(cond=_is_small(x), a=mb.mul(x=ratio, y=series), b=direct)
 
 
@@ -180,7 +191,7 @@ def acosh(x: Var) -> Var:
 def _add_log_of_large(result: Var, x: Var) -> Var:
     """``result + log(max(x, limit) / limit)``, where result is a function of ``min(x, limit)``."""
     large = mb.maximum(x=x, y=number(_LOG_2X_FROM, x))
-    return mb.add(x=result, y=_log(mb.mul(x=large, y=number(1 / _LOG_2X_FROM, x))))
+    return mb.add(x=result, y=log(mb.mul(x=large, y=number(1 / _LOG_2X_FROM, x))))
 
 
 def _log_of_excess(x: Var) -> Var:
@@ -191,13 +202,9 @@ def _log_of_excess(x: Var) -> Var:
     total = mb.add(x=x, y=number(1, x))
     rounded = mb.sub(x=total, y=number(1, x))
     is_zero = cast(mb.equal(x=rounded, y=number(0, x)), x)
-    log = mb.add(x=_log(total), y=is_zero)
-    return mb.mul(x=x, y=mb.real_div(x=log, y=mb.add(x=rounded, y=is_zero)))
+    logarithm = mb.add(x=log(total), y=is_zero)
+    return mb.mul(x=x, y=mb.real_div(x=logarithm, y=mb.add(x=rounded, y=is_zero)))
 
 
 def _is_small(x: Var) -> Var:
     return mb.less(x=mb.abs(x=x), y=number(_SMALL, x))
-
-
-def _log(x: Var) -> Var:
-    return mb.log(x=x, epsilon=number(0, x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,15 @@ import sympy
 from coreml_delegate.errors import GraphError, UnsupportedOperatorError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, const
 from coreml_delegate.graph.emitter import same_shape
-from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, product, simplify
+from coreml_delegate.graph.node import Value
+from coreml_delegate.graph.tensor_types import (
+    Dim,
+    Dimension,
+    DType,
+    TensorType,
+    product,
+    simplify,
+)
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.movement import pad, take
 
@@ -47,6 +56,24 @@ def require_rank(name: str, what: str, entries: Sequence[Any], rank: int) -> Non
             got=str(len(entries)),
             expected=f"{rank}, one per dimension",
         )
+
+
+def require_few_axes(name: str, x: Value) -> None:
+    """Refuse a tensor of more than five dimensions.
+
+    Raises:
+        GraphError: It has more; names it.
+    """
+    if x.rank > MOST_AXES:
+        raise GraphError(
+            f"{name}: too many dimensions for Core ML", got=str(x.type), expected=f"{MOST_AXES}"
+        )
+
+
+def around_axis(type: TensorType, axis: int) -> tuple[tuple[int, int, int], int]:
+    """Return the shape [before, size, after] around an axis, and the axis in it: 1."""
+    shape = type.static_shape
+    return (math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])), 1
 
 
 @dataclass(frozen=True)

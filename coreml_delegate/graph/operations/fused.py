@@ -22,6 +22,7 @@ from coreml_delegate.graph.emitter import (
     unary,
 )
 from coreml_delegate.graph.node import Node, Value
+from coreml_delegate.graph.operations.axes import around_axis, require_few_axes
 from coreml_delegate.graph.tensor_types import BOOLEANS, FLOATS, Dim, DType, TensorType
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm, rms_norm
@@ -31,12 +32,6 @@ _GELU = {"none": "EXACT", "tanh": "TANH_APPROXIMATION"}
 _LINEAR_RANK = 3  # the highest that ``linear`` takes
 # Ranks of MIL's ``batch_norm``, whose features are along axis 1.
 _BATCH_NORM_RANKS = (3, 4, 5)
-
-
-def around_axis(type: TensorType, axis: int) -> tuple[tuple[int, int, int], int]:
-    """Return the shape [before, size, after] around an axis, and the axis in it: 1."""
-    shape = type.static_shape
-    return (math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])), 1
 
 
 def _along_axis(function: Callable[[Var, int], Var]) -> Callable[[Composer, Node, Var], Var]:
@@ -282,7 +277,7 @@ class Fused(Emitter):
         Raises:
             GraphError: No such axes, or parameters of another shape or element type.
         """
-        _require_few_axes("layer_norm", x)
+        require_few_axes("layer_norm", x)
         norm_axes = _norm_axes("layer_norm", x, axes, scale, offset)
         optional_parameters = {"scale": scale, "offset": offset}
         parameters = {
@@ -352,7 +347,7 @@ class Fused(Emitter):
         Raises:
             GraphError: No such axes, or a scale of another shape or element type.
         """
-        _require_few_axes("rms_norm", x)
+        require_few_axes("rms_norm", x)
         norm_axes = _norm_axes("rms_norm", x, axes, scale)
         operands = (x,) if scale is None else (x, scale)
         return self.emit("rms_norm", operands, x.type, axes=norm_axes, epsilon=float(epsilon))
@@ -401,7 +396,7 @@ class Fused(Emitter):
             GraphError: Shapes or element types that do not fit.
         """
         name = "scaled_dot_product_attention"
-        _require_few_axes(name, query)
+        require_few_axes(name, query)
         require_same_dtype(name, query, key, value)
         _check_attention(name, query, key, value)
         size = query.shape[-1]
@@ -431,7 +426,7 @@ class Fused(Emitter):
         Raises:
             GraphError: Shapes or element types that do not fit.
         """
-        _require_few_axes("qkv_projection", x)
+        require_few_axes("qkv_projection", x)
         type = _dense_type("qkv_projection", x, weight, bias)
         sizes = (query_size, key_value_size, key_value_size)
         if type.shape[-1] != sum(sizes) or min(sizes) < 1:
@@ -461,13 +456,6 @@ class Fused(Emitter):
                 expected=" | ".join(name for name in activations if name),
             )
         return activations[activation](x)
-
-
-def _require_few_axes(name: str, x: Value) -> None:
-    if x.rank > MOST_AXES:
-        raise GraphError(
-            f"{name}: too many dimensions for Core ML", got=str(x.type), expected=f"{MOST_AXES}"
-        )
 
 
 def _norm_axes(

@@ -22,7 +22,7 @@ from coreml_delegate.graph.bodies import (
     scalar_types,
     trace_body,
 )
-from coreml_delegate.graph.compose import Composer, Var, ordered, wrap
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, ordered, wrap
 from coreml_delegate.graph.emitter import (
     Emitter,
     normalize_axes,
@@ -31,7 +31,13 @@ from coreml_delegate.graph.emitter import (
     same_shape,
 )
 from coreml_delegate.graph.node import Node, Value, as_tuple
-from coreml_delegate.graph.operations.axes import join, reshape, transpose
+from coreml_delegate.graph.operations.axes import (
+    around_axis,
+    join,
+    require_few_axes,
+    reshape,
+    transpose,
+)
 from coreml_delegate.graph.operations.integers import INT_MIN
 from coreml_delegate.graph.tensor_types import ALL, BOOLEANS, INTEGERS, NUMBERS, DType, TensorType
 from coreml_delegate.mil.compose import mb
@@ -61,10 +67,20 @@ def _reduction(kind: str) -> Callable[[Composer, Node, Var], Var]:
         dtype = node.type.dtype
         if x is None:
             return c.full(identity_element(kind, dtype), node.type)
-        axes = list(node["dimensions"])
-        if dtype is DType.BOOL:
-            return _reduce_bools(kind, x, axes)
-        return by_kind(kind, dtype, lambda x: getattr(mb, _OPS[kind])(x=x, axes=axes), x)
+
+        def reduce(x: Var, axes: list[int]) -> Var:
+            if dtype is DType.BOOL:
+                return _reduce_bools(kind, x, axes)
+            return by_kind(kind, dtype, lambda x: getattr(mb, _OPS[kind])(x=x, axes=axes), x)
+
+        type = node.types[0]
+        if type.rank <= MOST_AXES:
+            return reduce(x, list(node["dimensions"]))
+        for axis in sorted(node["dimensions"], reverse=True):
+            shape, middle = around_axis(type, axis)
+            x = reduce(c.reshape(x, shape), [middle])
+            type = TensorType(type.dtype, type.shape[:axis] + type.shape[axis + 1 :])
+        return c.reshape(x, node.type.shape)
 
     return compose
 
@@ -107,16 +123,29 @@ def _compose_reduce(c: Composer, node: Node, *operands: Var) -> tuple[Var, ...]:
 
 
 def _extremum_index(op: str) -> Callable[[Composer, Node, Var], Var]:
-    def compose(_: Composer, node: Node, x: Var) -> Var:
-        x = ordered(x, node.operands[0].dtype)
-        index = getattr(mb, op)(x=x, axis=node["dimension"])
-        return wrap(index, node.type.dtype)
+    def compose(c: Composer, node: Node, x: Var) -> Var:
+        axis, type = node["dimension"], node.types[0]
+        x = ordered(x, type.dtype)
+        if type.rank > MOST_AXES:
+            shape, axis = around_axis(type, axis)
+            x = c.reshape(x, shape)
+        index = wrap(getattr(mb, op)(x=x, axis=axis), node.type.dtype)
+        return index if type.rank <= MOST_AXES else c.reshape(index, node.type.shape)
 
     return compose
 
 
-def compose_cumulative(kind: str, dtype: DType, x: Var, axis: int, reverse: bool) -> Var:
+def compose_cumulative(
+    c: Composer, kind: str, type: TensorType, x: Var, axis: int, reverse: bool
+) -> Var:
     """Return a cumulative sum, product or extremum along an axis; bools are stored as int32."""
+    if type.rank <= MOST_AXES:
+        return _cumulate(kind, type.dtype, x, axis, reverse)
+    shape, middle = around_axis(type, axis)
+    return c.reshape(_cumulate(kind, type.dtype, c.reshape(x, shape), middle, reverse), type.shape)
+
+
+def _cumulate(kind: str, dtype: DType, x: Var, axis: int, reverse: bool) -> Var:
     if kind == "add":
         return wrap(mb.cumsum(x=x, axis=axis, reverse=reverse), dtype)
     identity = identity_element(kind, dtype)
@@ -128,8 +157,8 @@ def compose_cumulative(kind: str, dtype: DType, x: Var, axis: int, reverse: bool
 
 
 def _cumulative(kind: str) -> Callable[[Composer, Node, Var], Var]:
-    def compose(_: Composer, node: Node, x: Var) -> Var:
-        return compose_cumulative(kind, node.type.dtype, x, node["dimension"], node["reverse"])
+    def compose(c: Composer, node: Node, x: Var) -> Var:
+        return compose_cumulative(c, kind, node.type, x, node["dimension"], node["reverse"])
 
     return compose
 
@@ -205,6 +234,7 @@ class Reduction(Emitter):
         axes: tuple[int, ...],
         kind: str | None = None,
     ) -> tuple[Value, ...]:
+        require_few_axes("reduce", tensors[0])
         shape = tensors[0].shape
         if not all(isinstance(shape[axis], int) for axis in axes):
             raise GraphError(

@@ -20,8 +20,8 @@ from coreml_delegate.errors import GraphError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, cast_bool, ordered
 from coreml_delegate.graph.emitter import Emitter, normalize_axis, operation, same_shape
 from coreml_delegate.graph.node import Closure, Node, Value, require_elementwise
+from coreml_delegate.graph.operations.axes import around_axis
 from coreml_delegate.graph.operations.elementwise import MIRRORED
-from coreml_delegate.graph.operations.fused import around_axis
 from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType
 from coreml_delegate.mil.compose import mb
 

@@ -21,7 +21,7 @@ from coreml_delegate.graph.bodies import (
     scalar_types,
     trace_body,
 )
-from coreml_delegate.graph.compose import Composer, Var, cast_bool, const
+from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, cast_bool, const
 from coreml_delegate.graph.emitter import Emitter, operation, same_shape
 from coreml_delegate.graph.node import Closure, Node, Value, as_tuple
 from coreml_delegate.graph.operations.axes import reshape, spread, transpose
@@ -101,6 +101,7 @@ def _compose_reduce_window(c: Composer, node: Node, *operands: Var) -> Any:
     tensors, initial = list(operands[:count]), operands[count:]
     if node["kind"] is not None:
         return (_reduce_by_kind(c, node, tensors[0], initial[0]),)
+    _require_few_axes(node)
     tensors = [_pad(c, node, x, first) for x, first in zip(tensors, initial, strict=True)]
     closures = iter([node.closures[name] for name in node.closures if name != "initial"])
 
@@ -110,6 +111,15 @@ def _compose_reduce_window(c: Composer, node: Node, *operands: Var) -> Any:
     results = _grow(windows, tensors, join)
     before = [c.broadcast(var, node.results[0].shape) for var in initial]
     return tuple(call_wide(c, node.closures["initial"], [*before, *results]))
+
+
+def _require_few_axes(node: Node) -> None:
+    if node.types[0].rank > MOST_AXES:
+        raise GraphError(
+            "reduce_window: too many dimensions for Core ML",
+            got=str(node.types[0]),
+            expected=f"at most {MOST_AXES}",
+        )
 
 
 def _pad(c: Composer, node: Node, x: Var, fill: Var) -> Var:
@@ -129,9 +139,10 @@ def _reduce_by_kind(c: Composer, node: Node, x: Var, initial: Var) -> Var:
         number = identity_element(kind, dtype)
         initial = const(np.int32(number) if dtype is DType.BOOL else number)
         if x is not None and scan is not None:
-            return compose_cumulative(kind, dtype, x, *scan)
-        if x is not None and _can_pool(windows, kind, dtype):
+            return compose_cumulative(c, kind, node.types[0], x, *scan)
+        if x is not None and len(shape) <= MOST_AXES and _can_pool(windows, kind, dtype):
             return _pool(c, windows, kind, x, shape, initial)
+    _require_few_axes(node)
     x = _pad(c, node, x, initial)
 
     def join(first: list[Var], second: list[Var]) -> list[Var]:

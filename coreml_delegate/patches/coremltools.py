@@ -97,6 +97,39 @@ def _fuse_to_magnitude(first: Any, second: Any, block: Any) -> bool:
     return True
 
 
+def _crosses_blocks(var: Any, reader: Any) -> bool:
+    """Whether a reader is in a block inside the variable's; casts are fused across blocks well."""
+    if var.op is None or reader.op_type == "cast":
+        return False
+    return var.op.enclosing_block is not reader.enclosing_block
+
+
+def _add_reader_twice(add: Callable[..., None]) -> Callable[..., None]:
+    def add_child_op(self: Any, new_op: Any) -> None:
+        for _ in range(2 if _crosses_blocks(self, new_op) else 1):
+            add(self, new_op)
+
+    return add_child_op
+
+
+def _remove_both_readers(remove: Callable[..., None]) -> Callable[..., None]:
+    def remove_child_op(self: Any, target_op: Any, no_check: bool = False) -> None:
+        if _crosses_blocks(self, target_op):
+            remove(self, target_op, True)
+            no_check = True
+        remove(self, target_op, no_check)
+
+    return remove_child_op
+
+
+def _flatten_as_counted(flatten: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def get_flattened_inputs(self: Any) -> list[Any]:
+        inputs = flatten(self)
+        return inputs + [var for var in inputs if _crosses_blocks(var, self)]
+
+    return get_flattened_inputs
+
+
 def _is_mean(total: Any) -> bool:
     """Return whether the only user of a sum computes its mean."""
     result = total.outputs[0]
@@ -220,6 +253,19 @@ WORKAROUNDS = (
         partial(_instead, _fuse_to_magnitude),
         "It takes the root of a square for the number itself, which may be negative, and the square"
         " of a root of a negative number for the number.",
+    ),
+    *(
+        _patch(
+            f"{_MIL}:{name}",
+            replacement,
+            "Passes fuse an op of a loop or branch with the only op before it, outside, and fail. A"
+            " reader in another block counts as two, as that of ``x * x`` does.",
+        )
+        for name, replacement in (
+            ("Var.add_child_op", _add_reader_twice),
+            ("Var.remove_child_op", _remove_both_readers),
+            ("Operation.get_flattened_inputs", _flatten_as_counted),
+        )
     ),
     _patch(
         f"{_PASSES}.cleanup:fuse_reduce_mean._try_to_transform",

@@ -314,4 +314,6 @@ def _known_sizes(stored: np.ndarray[Any, Any], dtype: DType) -> tuple[Dim, ...] 
     """Return the elements of a small array of integers, which may be a shape; else None."""
     if not dtype.is_integer or stored.ndim > 1 or stored.size > MOST_KNOWN:
         return None
+    if dtype in (DType.UINT32, DType.UINT64) and (stored < 0).any():  # stored as signed integers
+        return None
     return tuple(int(element) for element in stored.reshape(-1))

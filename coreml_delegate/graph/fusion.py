@@ -87,7 +87,7 @@ def _silu(node: Node) -> Pattern | None:
 def _gelu(node: Node) -> Pattern | None:
     """Match ``x / 2 * (1 + erf(x / sqrt(2)))``, ``x / 2 * erfc(-x / sqrt(2))``, or by tanh."""
     constant, product = factors(node.results[0], node.scope)
-    if len(product) != 2 or not math.isclose(constant, 0.5, rel_tol=1e-3):
+    if len(product) != 2 or not _is_close(constant, 0.5, node.results[0]):
         return None
     for x, factor in (product, product[::-1]):
         approximate = None if x.type != node.type else _gelu_kind(x, factor, node.scope)

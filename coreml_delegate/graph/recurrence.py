@@ -232,7 +232,12 @@ class _Lstm:
         state, new = self._hidden, self._new_cell
         if not state.type == self._new_hidden.type == self._cell.type == new.type:
             return None
-        if state.rank != 2 or not state.type.is_static or state.dtype not in _RECORD.dtypes:
+        if (
+            state.rank != 2
+            or not state.type.is_static
+            or 0 in state.shape
+            or state.dtype not in _RECORD.dtypes
+        ):
             return None
         if new.node.name != "add" or new.node.scope is not self._scope:
             return None

@@ -223,7 +223,9 @@ def _combine_number(value: Value) -> float | None:
     if not optional_numbers or len(numbers) != len(optional_numbers):
         return None
     if node.name in _REARRANGING:
-        return numbers[0]
+        (number,) = numbers
+        # A conversion to integers cuts digits off.
+        return number if value.dtype.is_float or number.is_integer() else None
     try:
         return _ARITHMETIC[node.name](*numbers)
     except (ArithmeticError, ValueError):

@@ -219,9 +219,15 @@ def _addition_theorem(real: tuple[Any, Any], imag: tuple[Any, Any], sign: int = 
 
 
 def _equal(call: PairCall) -> Node:
-    difference = call.combine(call.difference, call.pair("self"), call.pair("other"))
-    zero = (call.emit(ATEN.eq.Scalar, part, 0.0) for part in call.as_nodes(difference))
-    return call.emit(ATEN.logical_and.default, *zero)
+    a, b = call.pair("self"), call.pair("other")
+    others = b.parts if not isinstance(b.real, Node) and not isinstance(b.imag, Node) else None
+    if others is not None:
+        pairs = zip(call.as_nodes(a), others, strict=True)
+        equal = [call.emit(ATEN.eq.Scalar, part, other or 0.0) for part, other in pairs]
+    else:
+        pairs = zip(call.as_nodes(a), call.as_nodes(b), strict=True)
+        equal = [call.emit(ATEN.eq.Tensor, part, other) for part, other in pairs]
+    return call.emit(ATEN.logical_and.default, *equal)
 
 
 # Products of matrices

@@ -215,7 +215,7 @@ def _compose_select_and_scatter(c: Composer, node: Node, x: Var, source: Var, in
     updates = c.reshape(source, (math.prod(node.types[1].static_shape),))
     modes = {"add": "add", "multiply": "mul", "maximum": "max", "minimum": "min"}
     if dtype is DType.BOOL:
-        kind = {"or": "maximum", "and": "minimum"}[kind]
+        kind = "maximum" if kind in ("add", "maximum", "or") else "minimum"
     mode = modes[kind]
 
     def scatter(data: Var, updates: Var) -> Var:

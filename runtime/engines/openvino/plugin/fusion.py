@@ -19,6 +19,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     scalar,
 )
 from coreml_delegate.runtime.engines.openvino.plugin.misfusions import (
+    keep_quotients,
     separate_products,
     separate_transposes,
 )
@@ -41,6 +42,7 @@ def rewrite_for_plugin(model: Any) -> None:
         manager.register_pass(MatcherPass(matcher, rewrite.rewrite))
     manager.run_passes(model)
     fuse_rotary_embeddings(model)
+    keep_quotients(model)
     mend_quantized_ops(model)
     mend_reductions(model)
     separate_transposes(model)

@@ -2,6 +2,9 @@
 
 No issue is known. An op on tensors with one dimension more is not fused.
 
+Quotients: OpenVINO multiplies by the inverse of the divisor, so that ``x / x`` may be less than 1.
+A mark on a quotient that is rounded or compared afterwards prevents it.
+
 Products: OpenVINO multiplies the weights of a convolution instead of its input wherever a constant
 factor broadcasts to the shape of the weights. If the constant varies along height or width, that is
 right only for an unpadded kernel as large as the input: a padded kernel reads each pixel with
@@ -34,6 +37,34 @@ _CONVOLUTIONS = frozenset({"Convolution", "GroupConvolution"})
 _PRODUCTS = frozenset({"Divide", "Multiply"})
 _PASSED = frozenset({"Convert", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 _TRANSPOSE = "Transpose"
+
+
+_COMPARISONS = {"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"}
+_ROUNDING = frozenset(_COMPARISONS | {"Ceiling", "Floor", "Round"})
+_BEFORE_ROUNDING = _PASSED | {"Abs", "Add", "Clamp", "Maximum", "Minimum", "Multiply", "Subtract"}
+_MOST_STEPS = 4
+_NOT_INVERTED = "nonconvertable_divide_0"
+
+
+def keep_quotients(model: Any) -> None:
+    """Mark the quotients of ``model`` that are rounded or compared, in place."""
+    for node in model.get_ops():
+        if node.get_type_name() in _ROUNDING or _is_truncation(node):
+            _mark_quotients(node, _MOST_STEPS)
+
+
+def _is_truncation(node: Any) -> bool:
+    kinds = node.get_type_name() == "Convert" and (node.input_value(0), node.output(0))
+    return bool(kinds) and [kind.get_element_type().is_real() for kind in kinds] == [True, False]
+
+
+def _mark_quotients(node: Any, steps: int) -> None:
+    """Mark the quotients among the operands of a node, and of the operands' operands."""
+    for operand in (value.get_node() for value in node.input_values()):
+        if operand.get_type_name() == "Divide":
+            operand.get_rt_info()[_NOT_INVERTED] = ""
+        elif steps and operand.get_type_name() in _BEFORE_ROUNDING:
+            _mark_quotients(operand, steps - 1)
 
 
 def separate_products(model: Any) -> None:

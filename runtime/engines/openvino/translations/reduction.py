@@ -13,6 +13,7 @@ from coreml_delegate.runtime.engines.openvino.graph import (
     ints,
     is_float,
     magnitude,
+    output,
     rank,
     stable_topk,
 )
@@ -43,8 +44,10 @@ def _mean(x: Tensor, axes: Sequence[int], keep_dims: bool) -> Result:
     """
     if all(dims(x)[axis] == 1 for axis in axes):
         return x if keep_dims or not axes else ops.squeeze(x, ints(axes))
-    mean = ops.reduce_mean(x, ints(axes), True)
-    return mean if keep_dims else ops.squeeze(mean, ints(axes))
+    node = output(x).get_node()
+    if keep_dims or node.get_type_name() not in ("Multiply", "Power"):
+        return ops.reduce_mean(x, ints(axes), keep_dims)
+    return ops.squeeze(ops.reduce_mean(x, ints(axes), True), ints(axes))
 
 
 def _of_squares(total: _Reduce) -> _Reduce:

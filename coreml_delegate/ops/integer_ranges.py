@@ -302,12 +302,48 @@ def _running_sum(o: _Operands) -> Interval:
     return o.of("self") | _sum(o)
 
 
+def _product(o: _Operands) -> Interval:
+    """Bounds of products of up to as many elements as there are along ``dim``."""
+    return _power_of_magnitude(o.of("self"), o.size(o["dim"]).high)
+
+
+def _power_of_magnitude(values: Interval, count: int | None) -> Interval:
+    largest = abs(values).high
+    if largest is None or count is None:
+        return UNKNOWN
+    limit = max(largest, 1) ** min(count, _BITS)  # of 64 factors, only 0 and 1 stay within int64
+    return Interval(0 if values.low is not None and values.low >= 0 else -limit, limit)
+
+
+def _bits(o: _Operands) -> Interval:
+    """Bounds of ``a | b`` and ``a ^ b``: as many bits as the wider operand has, and its sign."""
+    both = o.of("self") | o.of("other")
+    if both.low is None or both.high is None:
+        return UNKNOWN
+    limit = (1 << max(both.low.bit_length(), both.high.bit_length())) - 1
+    return Interval(0 if both.low >= 0 else -limit - 1, limit)
+
+
 def _index_put(o: _Operands) -> Interval:
-    return UNKNOWN if o["accumulate"] else o.of("self") | o.of("values")
+    if not o["accumulate"]:
+        return o.of("self") | o.of("values")
+    return o.of("self") | (o.of("self") + o.of("values") * o.size(None, "values"))
 
 
-def _sums_of_groups(o: _Operands) -> Interval:
-    return o.of("self") | (o.of("self") + o.of("src") * o.size(o["dim"], "src"))
+def _sums_of_groups(source: str) -> _Transfer:
+    """Bounds of ``self`` with elements of another argument added."""
+    return lambda o: o.of("self") | (o.of("self") + o.of(source) * o.size(o["dim"], source))
+
+
+def _reduced_groups(o: _Operands) -> Interval:
+    """A mean is computed from a sum."""
+    values = o.of("self") | o.of("src")
+    if o["reduce"] in ("amax", "amin"):
+        return values
+    if o["reduce"] == "prod":
+        count = o.size(o["dim"], "src").high
+        return _power_of_magnitude(values, None if count is None else count + 1)
+    return _sums_of_groups("src")(o)
 
 
 def _getitem(o: _Operands) -> Interval:
@@ -321,6 +357,7 @@ def _getitem(o: _Operands) -> Interval:
 
 
 _HIGHEST_POWER = 8
+_BITS = 64
 _NAMESPACES = ("aten", "dim_order_ops", "operator")
 # Ops with several results: all values, or values and their positions.
 _SPLITS = frozenset(
@@ -351,12 +388,16 @@ _TRANSFERS: Mapping[str, _Transfer] = {
     "argmax": _position(),
     "argmin": _position(),
     "bitwise_and": lambda o: o.of("self").bitwise_and(o.of("other")),
+    "bitwise_not": lambda o: Interval.point(-1) - o.of("self"),
+    "bitwise_or": _bits,
+    "bitwise_xor": _bits,
     "cat": _values_of("tensors"),
     "clamp": _clamp,
     "clamp_max": _clamp,
     "clamp_min": _clamp,
     "constant_pad_nd": _values_of("self", "value"),
     "copy": _values_of("src"),
+    "cumprod": _product,
     "cumsum": _running_sum,
     "diagonal_scatter": _values_of("self", "src"),
     "div": _quotient,
@@ -366,8 +407,10 @@ _TRANSFERS: Mapping[str, _Transfer] = {
     "full": _values_of("fill_value"),
     "full_like": _values_of("fill_value"),
     "getitem": _getitem,
+    "index_add": _sums_of_groups("source"),
     "index_put": _index_put,
     "masked_fill": _values_of("self", "value"),
+    "masked_scatter": _values_of("self", "source"),
     "max": _values_of("self", "other"),
     "maximum": lambda o: o.of("self").maximum(o.of("other")),
     "min": _values_of("self", "other"),
@@ -378,10 +421,13 @@ _TRANSFERS: Mapping[str, _Transfer] = {
     "ones_like": lambda _: Interval.point(1),
     "pad": lambda o: _values_of("self", "value")(o) | Interval.point(0),
     "pow": _power,
+    "prod": _product,
     "remainder": lambda o: o.of("self") % o.of("other"),
     "rsub": lambda o: o.of("other") - o.of("self") * o.of("alpha"),
     "scalar_tensor": _values_of("s"),
-    "scatter_add": _sums_of_groups,
+    "scatter": _values_of("self", "src", "value"),
+    "scatter_add": _sums_of_groups("src"),
+    "scatter_reduce": _reduced_groups,
     "searchsorted": lambda o: Interval(0, o.size([-1], "sorted_sequence").high),
     "select_scatter": _values_of("self", "src"),
     "sign": lambda o: o.of("self").sign(),

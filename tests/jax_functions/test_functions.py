@@ -15,7 +15,7 @@ from jax.experimental import checkify, io_callback
 from support.stablehlo_runs import assert_close
 
 from coreml_delegate import jax as cj
-from coreml_delegate.errors import InputError, LoweringError, OptionError
+from coreml_delegate.errors import GraphError, InputError, LoweringError, OptionError
 from coreml_delegate.runtime import load_mlpackage, load_program
 
 _REFERENCE = {"engine": "reference"}
@@ -220,3 +220,51 @@ def test_a_function_that_returns_its_error_is_compiled() -> None:
     error, result = compiled(-_X)
     assert "negative" in str(error.get())
     assert_close([result], [1 - _X])
+
+
+_SIX_AXES = np.sin(np.arange(96, dtype=np.float32)).reshape(3, 2, 2, 2, 2, 2)
+_TWELVE = np.sin(np.arange(12, dtype=np.float32))
+
+
+@pytest.mark.parametrize("axis", [0, 2, 5])
+def test_reductions_of_six_axes(axis: int) -> None:
+    def function(x: Any) -> Any:
+        running = jnp.cumsum(x, axis), jax.lax.cummax(x, axis), jax.lax.cumprod(x, axis)
+        return *running, x.sum(axis) * 2, x.max(axis), (x > 0).any(axis), jnp.argmax(x, axis)
+
+    compiled = cj.compile(function, _SIX_AXES, options=_REFERENCE)
+    _assert_trees(compiled(_SIX_AXES), function(_SIX_AXES))
+
+
+def test_sums_along_several_of_six_axes() -> None:
+    def function(x: Any) -> Any:
+        return x.sum((0, 2, 4)), x.sum(), x.sum((1, 2, 3, 4, 5)), x.sum(0) * 2 + x[0]
+
+    compiled = cj.compile(function, _SIX_AXES, options=_REFERENCE)
+    _assert_trees(compiled(_SIX_AXES), function(_SIX_AXES))
+
+
+def test_other_bodies_of_six_axes_are_refused() -> None:
+    with pytest.raises(GraphError, match="too many dimensions"):
+        cj.compile(lambda x: jax.lax.reduce(x, np.float32(0), jnp.hypot, (0,)), _SIX_AXES)
+
+
+_BEFORE_AND_INSIDE: dict[str, tuple[Any, Any]] = {
+    "reshapes": (lambda x: x.reshape(2, 6), lambda y: y.reshape(12)),
+    "transposes": (lambda x: x.reshape(3, 4).T, lambda y: y.T.reshape(12)),
+    "mean": (lambda x: x.reshape(4, 3).sum(1), lambda y: (y / 3).sum()),
+    "pads": (lambda x: jnp.pad(x, (1, 1)), lambda y: jnp.pad(y, (1, 0))[:12]),
+}
+
+
+@pytest.mark.parametrize("name", _BEFORE_AND_INSIDE)
+def test_ops_of_a_body_after_ops_outside(name: str) -> None:
+    before, inside = _BEFORE_AND_INSIDE[name]
+
+    def function(x: Any) -> Any:
+        outside = before(x)
+        looped = jax.lax.fori_loop(0, 2, lambda _, y: y + inside(outside), x)
+        return looped, jax.lax.cond(x[1] > 0, lambda y: y * inside(outside), lambda y: y, x)
+
+    compiled = cj.compile(function, _TWELVE, options=_REFERENCE)
+    _assert_trees(compiled(_TWELVE), function(_TWELVE))

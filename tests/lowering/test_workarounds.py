@@ -21,6 +21,7 @@ ct = coremltools()
 mb = ct.converters.mil.Builder
 SQUARE = np.arange(9, dtype=np.float32).reshape(3, 3)
 ROW = np.arange(3, dtype=np.float32)
+CHANNELS = np.ones((3, 1, 1), np.float32)
 HELD = np.empty((3, 1, 1), np.float32)
 SPEC = {"input_specs": [mb.TensorSpec((3, 3))], "opset_version": ct.target.iOS17}
 
@@ -83,6 +84,19 @@ def power(x: Any) -> Any:
     return mb.transpose(x=mb.pow(x=mb.transpose(x=x, perm=[1, 0]), y=ROW), perm=[1, 0])
 
 
+def repeated_channel(x: Any) -> Any:
+    image = mb.reshape(x=x, shape=[1, 1, 3, 3])
+    return mb.add(x=mb.mul(x=image, y=CHANNELS), y=CHANNELS)
+
+
+def root_of_square(x: Any) -> Any:
+    return mb.sqrt(x=mb.pow(x=x, y=np.float32(2)))
+
+
+def square_of_root(x: Any) -> Any:
+    return mb.pow(x=mb.sqrt(x=x), y=np.float32(2))
+
+
 def nearly_a_mean(x: Any) -> Any:
     wide = mb.tile(x=x, reps=[1, 10000])
     return mb.mul(x=mb.reduce_sum(x=wide, axes=[1]), y=np.float32(3.4e-5))
@@ -97,6 +111,12 @@ PASSES: dict[str, tuple[Callable[[Any], Any], str, list[str], list[str]]] = {
         ["transpose", "linear", "transpose"],
     ),
     "2784": (power, "reduce_transposes", ["transpose", "pow", "transpose"], ["pow"]),
+    "channels": (
+        *(repeated_channel, "fuse_elementwise_to_batchnorm", ["reshape", "mul", "add"]),
+        ["reshape", "batch_norm"],
+    ),
+    "roots": (root_of_square, "mil_backend::fuse_pow2_sqrt", ["abs"], ["identity"]),
+    "squares": (square_of_root, "mil_backend::fuse_pow2_sqrt", ["sqrt", "pow"], ["identity"]),
     "2792": (
         *(nearly_a_mean, "fuse_reduce_mean", ["tile", "reduce_sum", "mul"]),
         ["tile", "reduce_mean"],
@@ -112,10 +132,31 @@ def test_passes(name: str, is_applied: bool) -> None:
     program = mb.program(**SPEC)(function)
     with patched(*WORKAROUNDS) if is_applied else nullcontext():
         registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
-        registry[f"common::{pass_name}"](program)
+        registry[pass_name if "::" in pass_name else f"common::{pass_name}"](program)
     operations = program.functions["main"].operations
     types = [op.op_type for op in operations if op.op_type != "const"]
     assert types == (kept if is_applied else made)
+
+
+@pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])
+def test_an_op_of_a_branch_after_an_op_outside(is_applied: bool) -> None:
+    def branch(x: Any) -> Any:
+        with patched(*WORKAROUNDS) if is_applied else nullcontext():
+            flat = mb.reshape(x=x, shape=[9])
+            flag = mb.greater(x=mb.reduce_max(x=x), y=np.float32(0))
+            return mb.cond(
+                pred=flag,
+                _true_fn=lambda: mb.reshape(x=flat, shape=[3, 3]),
+                _false_fn=lambda: mb.relu(x=x),
+            )
+
+    program = mb.program(**SPEC)(branch)
+    registry = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY
+    with (
+        patched(*WORKAROUNDS) if is_applied else nullcontext(),
+        nullcontext() if is_applied else pytest.raises(KeyError),
+    ):
+        registry["common::merge_consecutive_reshapes"](program)
 
 
 @pytest.mark.parametrize("is_applied", [True, False], ids=["with it", "without it"])

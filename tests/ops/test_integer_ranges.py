@@ -140,7 +140,26 @@ def _moved(x, ids):
     return *moved, *joined, *parts, *filled, a.amax(1), a.max(), a.to(torch.int32), a.bool().long()
 
 
-_PROGRAMS = [_places, _made, _limited, _computed, _moved]
+def _combined(x, ids):
+    a, b = torch.arange(6) - 2, x.argmax(-1)
+    groups = torch.tensor([0, 1, 1, 0])
+    bits = ~a, a | 9, a ^ b[0], b | 4, b ^ 4
+    products = (a + 4).prod(), a.prod(), b.cumprod(0), (x > 0).long().prod(1), (b - 9).prod()
+    written = (
+        torch.zeros(3, dtype=torch.long).scatter(0, groups, b),
+        torch.zeros(3, dtype=torch.long).scatter_add(0, groups, b),
+        torch.zeros(3, dtype=torch.long).index_add(0, groups, b),
+        torch.zeros(3, dtype=torch.long).index_put((groups,), b, accumulate=True),
+        torch.zeros(4, dtype=torch.long).masked_scatter(b > 2, b + 7),
+    )
+    reduced = (
+        torch.ones(3, dtype=torch.long).scatter_reduce(0, groups, b - 3, mode)
+        for mode in ("sum", "prod", "amax", "amin", "mean")
+    )
+    return *bits, *products, *written, *reduced
+
+
+_PROGRAMS = [_places, _made, _limited, _computed, _moved, _combined]
 
 
 @pytest.mark.parametrize("decompose", [False, True], ids=["aten", "core"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from executorch.exir import to_edge_transform_and_lower
-from support.lowering import fp32_specs, lower, reasons
+from support.lowering import Function, fp32_specs, lower, lower_unchecked, reasons
 from support.tolerances import SQNR_HALF, sqnr_db
 from torch import nn
 
@@ -309,3 +311,29 @@ def test_keep_fp32_makes_no_difference_in_fp32() -> None:
     kept = lower(module, (x,), compile_specs=fp32_specs(keep_fp32={"ops": ["mul"]})).pte
     results = [runtime.load_program(p).run("forward", [x])[0] for p in (plain, kept)]
     assert torch.equal(*results)
+
+
+def _write_rows(cache: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    cache[:, 1:3] = rows
+    return (cache * 2).sum(1), cache[0] + 0
+
+
+def _write_a_view(cache: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    cache[0].add_(rows[0, 0])
+    return cache * 2, cache[0] + 0
+
+
+@pytest.mark.parametrize("engine", ["reference", "openvino"])
+@pytest.mark.parametrize("function", [_write_rows, _write_a_view])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_writes_to_an_input_are_read_afterwards(
+    dtype: torch.dtype, function: Any, engine: str
+) -> None:
+    inputs = torch.randn(4, 6).to(dtype), torch.randn(4, 2).to(dtype)
+    expected = function(*(x.clone() for x in inputs))
+    lowered = lower_unchecked(Function(function), inputs)
+    results = runtime.load_program(lowered.pte, engine=engine, host="python").run(
+        "forward", [x.clone() for x in inputs]
+    )
+    for result, value in zip(results[-len(expected) :], expected, strict=True):
+        assert sqnr_db(value.float().numpy(), result.float().numpy()) > SQNR_HALF[dtype]

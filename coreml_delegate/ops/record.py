@@ -165,8 +165,9 @@ def numbers_fit(call: OpCall) -> Reason | None:
     for argument in () if schema is None else schema.arguments:
         value = call.arguments.get(argument.name)
         counts = str(argument.type) in ("number", "Optional[number]", "Tensor")
-        counts = counts and isinstance(value, kinds) and math.isfinite(value)
-        if counts and not INT32.min <= value <= INT32.max:
+        if not counts or not isinstance(value, kinds) or not math.isfinite(value):
+            continue
+        if not INT32.min <= value <= INT32.max:
             return Reason(
                 ReasonCode.ARGUMENT,
                 f"{argument.name}={value} is beyond int32, the widest of Core ML",

@@ -58,6 +58,7 @@ from coreml_delegate.transforms.constant_folding import (
     fold_constants,
 )
 from coreml_delegate.transforms.executorch_gaps import (
+    copy_written_inputs,
     decompose_without_kernel,
     drop_assertions,
     drop_empty_parts,
@@ -71,7 +72,7 @@ from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 from coreml_delegate.transforms.row_major import keep_row_major
 from coreml_delegate.transforms.selections import compute_all_rows
 
-_INTERFACE_TRANSFORMS = (name_values, drop_text_results, drop_assertions)
+_INTERFACE_TRANSFORMS = (name_values, drop_text_results, copy_written_inputs, drop_assertions)
 """Applied once to a program, before its control flow."""
 
 _TRANSFORMS = (

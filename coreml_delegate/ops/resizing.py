@@ -19,7 +19,8 @@ def _whole_sizes(call: OpCall) -> bool:
         return True
     spatial = tensor.shape[2:]
     return all(
-        isinstance(n, int) and (n * f).is_integer() for n, f in zip(spatial, factors, strict=True)
+        ((n if isinstance(n, int) else 1) * f).is_integer()
+        for n, f in zip(spatial, factors, strict=True)
     )
 
 

@@ -19,6 +19,9 @@ lower an op without an out variant. Some, of torch and other packages, equal fun
 **Uninitialized tensors.** ExecuTorch fixes their sizes to those of the example inputs, and has no
 kernel for what ``empty_like`` becomes. Their values are arbitrary, so they become zeros.
 
+**Copies of inputs.** ExecuTorch does not write an input, or another buffer, back to a buffer unless
+an op computes it.
+
 **Assertions.** They have no result and are never run: ExecuTorch removes most of them, but only
 after it has refused or kept the operations that only they use.
 
@@ -202,6 +205,22 @@ def _without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     joined = torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone()
     return joined.to(dtype)
+
+
+def copy_written_inputs(program: ExportedProgram) -> ExportedProgram:
+    """Return ``program`` with clones of inputs and buffers that are copied to a tensor in place."""
+    if not any(map(_copies_input, program.graph.nodes)):
+        return program
+    edited = with_parts(program, graph_module=copy.deepcopy(program.graph_module))
+    for node in filter(_copies_input, edited.graph.nodes):
+        target, source, *options = node.args
+        node.args = (target, insert(node, _ATEN.clone.default, source), *options)
+    edited.graph_module.recompile()
+    return edited
+
+
+def _copies_input(node: Node) -> bool:
+    return node.target is _ATEN.copy_.default and node.args[1].op == "placeholder"
 
 
 def drop_assertions(program: ExportedProgram) -> ExportedProgram:

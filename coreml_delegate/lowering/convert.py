@@ -39,7 +39,7 @@ from coreml_delegate.mil.passes.for_devices import REWRITES, REWRITES_IN_FP32
 from coreml_delegate.mil.passes.matching import rewrite
 from coreml_delegate.ops.call import target_name
 from coreml_delegate.options.compile_options import CompileOptions, ModelType, Precision
-from coreml_delegate.patches import Patch, patched
+from coreml_delegate.patches import Patch, coremltools_errors, patched
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches.third_party import coremltools, describe_error, quiet_import
 from coreml_delegate.targets import Device, Opset
@@ -237,7 +237,7 @@ def _convert(
             fp16_cast(rewrites, records_all=records_constants) as recorded,
             native_parts(),
             patched(
-                *coremltools_patches.WORKAROUNDS,
+                *coremltools_errors.WORKAROUNDS,
                 *coremltools_patches.faster(),
                 coremltools_patches.GUARD_INDICES.with_state(natural_lookups),
                 *_device_rewrites(options.device),

@@ -208,19 +208,20 @@ def _without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
 
 
 def copy_written_inputs(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with clones of inputs and buffers that are copied to a tensor in place."""
+    """Return ``program`` with clones of inputs and buffers that are copied to others in place."""
     if not any(map(_copies_input, program.graph.nodes)):
         return program
     edited = with_parts(program, graph_module=copy.deepcopy(program.graph_module))
     for node in filter(_copies_input, edited.graph.nodes):
-        target, source, *options = node.args
-        node.args = (target, insert(node, _ATEN.clone.default, source), *options)
+        source = node.all_input_nodes[1]
+        node.replace_input_with(source, insert(node, _ATEN.clone.default, source))
     edited.graph_module.recompile()
     return edited
 
 
 def _copies_input(node: Node) -> bool:
-    return node.target is _ATEN.copy_.default and node.args[1].op == "placeholder"
+    is_copy = node.target is _ATEN.copy_.default and len(node.all_input_nodes) > 1
+    return is_copy and all(source.op == "placeholder" for source in node.all_input_nodes)
 
 
 def drop_assertions(program: ExportedProgram) -> ExportedProgram:

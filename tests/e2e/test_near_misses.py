@@ -216,10 +216,33 @@ def test_for_the_neural_engine(name: str, engine: str) -> None:
         assert sqnr_db(expected[finite].numpy(), result[finite].numpy()) >= SQNR_FP16
 
 
+class _TakesOver(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.full((3,), 2.0))
+        self.register_buffer("next", torch.full((3,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.value + x
+        self.value.copy_(self.next)
+        return total
+
+
+@pytest.mark.parametrize("take_over", [True, False])
+def test_a_buffer_takes_the_value_of_another(take_over: bool) -> None:
+    x = torch.zeros(3)
+    lowered = lower_unchecked(
+        _TakesOver(), (x,), compile_specs=fp32_specs(), take_over_mutable_buffer=take_over
+    )
+    program = runtime.load_program(lowered.pte, engine="reference", host="python")
+    assert [program.run("forward", [x])[0][0].item() for _ in range(3)] == [2, 3, 3]
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_cubic_resizing_of_dynamic_images(engine: str) -> None:
+def test_resizing_of_dynamic_images(engine: str, mode: str) -> None:
     def resize(x: torch.Tensor) -> torch.Tensor:
-        return F.interpolate(x, scale_factor=2, mode="bicubic")
+        return F.interpolate(x, scale_factor=2, mode=mode)
 
     sizes = {2: torch.export.Dim("h", min=3, max=20), 3: torch.export.Dim("w", min=3, max=20)}
     images = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 9, 5)

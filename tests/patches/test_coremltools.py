@@ -23,7 +23,7 @@ from coreml_delegate import opaque_ops, ops
 from coreml_delegate.lowering import convert, fp16
 from coreml_delegate.ops import mil_ops
 from coreml_delegate.options.compile_options import CompileOptions
-from coreml_delegate.patches import Patch, patched
+from coreml_delegate.patches import Patch, coremltools_errors, patched
 from coreml_delegate.patches import coremltools as patches
 from coreml_delegate.patches.third_party import coremltools, quiet_import
 
@@ -33,7 +33,7 @@ mil = ct.converters.mil.mil
 
 
 def _rows() -> Iterator[Patch]:
-    for value in vars(patches).values():
+    for value in (*vars(patches).values(), coremltools_errors.WORKAROUNDS):
         for row in value if isinstance(value, tuple) else (value,):
             if isinstance(row, Patch):
                 yield row

@@ -128,7 +128,7 @@ class WideIntegers:
 
 
 def _constants_of(program: ExportedProgram) -> Iterator[tuple[Node, str, torch.Tensor | None]]:
-    """Yield the stored constants, and those that a branch has as attributes."""
+    """Yield the stored constants, and constant attributes, as branches have them."""
     yield from stored_constants(program)
     for node in program.graph.find_nodes(op="get_attr"):
         value = getattr(program.graph_module, str(node.target), None)

@@ -104,7 +104,7 @@ def _with_one_position(node: Node, indices: Sequence[Any], values: Node) -> tupl
     """Give indices of rank 0, which coremltools does not take, the shape [1]."""
     sizes = [size for d, size in enumerate(shape_of(node)) if d not in _indexed(indices)]
     values = insert(node, ATEN.expand_copy.default, values, sizes) if sizes else values
-    values = insert(node, ATEN.unsqueeze_copy.default, values, _place_of_positions(indices))
+    values = insert(node, ATEN.unsqueeze_copy.default, values, _dim_of_positions(indices))
     return [i and insert(node, ATEN.view_copy.default, i, [1]) for i in indices], values
 
 
@@ -112,7 +112,7 @@ def _indexed(indices: Sequence[Any]) -> list[int]:
     return [d for d, index in enumerate(indices) if index is not None]
 
 
-def _place_of_positions(indices: Sequence[Any]) -> int:
+def _dim_of_positions(indices: Sequence[Any]) -> int:
     """Return the first dimension of the values that stands for the shape of the indices.
 
     The shape replaces the indexed dimensions if they are neighbours, otherwise it comes first.
@@ -134,7 +134,7 @@ def _of_one_shape(node: Node, indices: Sequence[Node]) -> list[Node]:
 def _put_leading(node: Node, indices: Sequence[Any], values: Node) -> None:
     """Move the indexed dimensions to the front, and back."""
     arguments, shape = arguments_of(node), shape_of(node)
-    indexed, before = _indexed(indices), _place_of_positions(indices)
+    indexed, before = _indexed(indices), _dim_of_positions(indices)
     order = [*indexed, *(d for d in range(len(shape)) if d not in indexed)]
     other_sizes = [shape[d] for d in order[len(indexed) :]]
     positions = torch.broadcast_shapes(*(shape_of(indices[d]) for d in indexed))

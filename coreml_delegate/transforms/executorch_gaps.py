@@ -208,7 +208,7 @@ def _without_empty(tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
 
 
 def copy_written_inputs(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` with clones of inputs and buffers that are copied to others in place."""
+    """Return ``program`` with clones of inputs and buffers before they are copied in place."""
     if not any(map(_copies_input, program.graph.nodes)):
         return program
     edited = with_parts(program, graph_module=copy.deepcopy(program.graph_module))

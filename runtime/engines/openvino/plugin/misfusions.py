@@ -47,7 +47,7 @@ _NOT_INVERTED = "nonconvertable_divide_0"
 
 
 def keep_quotients(model: Any) -> None:
-    """Mark the quotients of ``model`` that are rounded or compared, in place."""
+    """Mark quotients that ``model`` rounds or compares, in place."""
     for node in model.get_ops():
         if node.get_type_name() in _ROUNDING or _is_truncation(node):
             _mark_quotients(node, _MOST_STEPS)

@@ -220,8 +220,22 @@ def copy_written_inputs(program: ExportedProgram) -> ExportedProgram:
 
 
 def _copies_input(node: Node) -> bool:
-    is_copy = node.target is _ATEN.copy_.default and len(node.all_input_nodes) > 1
-    return is_copy and all(source.op == "placeholder" for source in node.all_input_nodes)
+    if node.target is not _ATEN.copy_.default or len(node.all_input_nodes) < 2:
+        return False
+    are_inputs = all(source.op == "placeholder" for source in node.all_input_nodes)
+    return are_inputs and not _is_written(node.all_input_nodes[1])
+
+
+def _is_written(tensor: Node) -> bool:
+    """Whether a call writes to a tensor in place, or to a view of it."""
+    for user in tensor.users:
+        if not isinstance(user.target, OpOverload) or user.args[0] is not tensor:
+            continue
+        schema = schema_of(user.target)
+        is_view = any(result.alias_info is not None for result in schema.returns)
+        if schema.is_mutable or (is_view and _is_written(user)):
+            return True
+    return False
 
 
 def drop_assertions(program: ExportedProgram) -> ExportedProgram:

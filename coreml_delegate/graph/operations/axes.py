@@ -13,7 +13,6 @@ import sympy
 from coreml_delegate.errors import GraphError, UnsupportedOperatorError
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, const
 from coreml_delegate.graph.emitter import same_shape
-from coreml_delegate.graph.node import Value
 from coreml_delegate.graph.tensor_types import (
     Dim,
     Dimension,
@@ -58,15 +57,15 @@ def require_rank(name: str, what: str, entries: Sequence[Any], rank: int) -> Non
         )
 
 
-def require_few_axes(name: str, x: Value) -> None:
+def require_few_axes(name: str, type: TensorType) -> None:
     """Refuse a tensor of more than five dimensions.
 
     Raises:
         GraphError: It has more; names it.
     """
-    if x.rank > MOST_AXES:
+    if type.rank > MOST_AXES:
         raise GraphError(
-            f"{name}: too many dimensions for Core ML", got=str(x.type), expected=f"{MOST_AXES}"
+            f"{name}: too many dimensions for Core ML", got=str(type), expected=f"{MOST_AXES}"
         )
 
 

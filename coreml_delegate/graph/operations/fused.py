@@ -277,7 +277,7 @@ class Fused(Emitter):
         Raises:
             GraphError: No such axes, or parameters of another shape or element type.
         """
-        require_few_axes("layer_norm", x)
+        require_few_axes("layer_norm", x.type)
         norm_axes = _norm_axes("layer_norm", x, axes, scale, offset)
         optional_parameters = {"scale": scale, "offset": offset}
         parameters = {
@@ -347,7 +347,7 @@ class Fused(Emitter):
         Raises:
             GraphError: No such axes, or a scale of another shape or element type.
         """
-        require_few_axes("rms_norm", x)
+        require_few_axes("rms_norm", x.type)
         norm_axes = _norm_axes("rms_norm", x, axes, scale)
         operands = (x,) if scale is None else (x, scale)
         return self.emit("rms_norm", operands, x.type, axes=norm_axes, epsilon=float(epsilon))
@@ -396,7 +396,7 @@ class Fused(Emitter):
             GraphError: Shapes or element types that do not fit.
         """
         name = "scaled_dot_product_attention"
-        require_few_axes(name, query)
+        require_few_axes(name, query.type)
         require_same_dtype(name, query, key, value)
         _check_attention(name, query, key, value)
         size = query.shape[-1]
@@ -426,7 +426,7 @@ class Fused(Emitter):
         Raises:
             GraphError: Shapes or element types that do not fit.
         """
-        require_few_axes("qkv_projection", x)
+        require_few_axes("qkv_projection", x.type)
         type = _dense_type("qkv_projection", x, weight, bias)
         sizes = (query_size, key_value_size, key_value_size)
         if type.shape[-1] != sum(sizes) or min(sizes) < 1:

@@ -234,7 +234,7 @@ class Reduction(Emitter):
         axes: tuple[int, ...],
         kind: str | None = None,
     ) -> tuple[Value, ...]:
-        require_few_axes("reduce", tensors[0])
+        require_few_axes("reduce", tensors[0].type)
         shape = tensors[0].shape
         if not all(isinstance(shape[axis], int) for axis in axes):
             raise GraphError(

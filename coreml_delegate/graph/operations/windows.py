@@ -24,7 +24,7 @@ from coreml_delegate.graph.bodies import (
 from coreml_delegate.graph.compose import MOST_AXES, Composer, Var, cast_bool, const
 from coreml_delegate.graph.emitter import Emitter, operation, same_shape
 from coreml_delegate.graph.node import Closure, Node, Value, as_tuple
-from coreml_delegate.graph.operations.axes import reshape, spread, transpose
+from coreml_delegate.graph.operations.axes import require_few_axes, reshape, spread, transpose
 from coreml_delegate.graph.operations.reduction import Body, check_initial, compose_cumulative
 from coreml_delegate.graph.tensor_types import ALL, Dim, DType, TensorType, product
 from coreml_delegate.graph.window_sizes import SlidingWindows, each_axis, window_count
@@ -101,7 +101,7 @@ def _compose_reduce_window(c: Composer, node: Node, *operands: Var) -> Any:
     tensors, initial = list(operands[:count]), operands[count:]
     if node["kind"] is not None:
         return (_reduce_by_kind(c, node, tensors[0], initial[0]),)
-    _require_few_axes(node)
+    require_few_axes("reduce_window", node.types[0])
     tensors = [_pad(c, node, x, first) for x, first in zip(tensors, initial, strict=True)]
     closures = iter([node.closures[name] for name in node.closures if name != "initial"])
 
@@ -111,15 +111,6 @@ def _compose_reduce_window(c: Composer, node: Node, *operands: Var) -> Any:
     results = _grow(windows, tensors, join)
     before = [c.broadcast(var, node.results[0].shape) for var in initial]
     return tuple(call_wide(c, node.closures["initial"], [*before, *results]))
-
-
-def _require_few_axes(node: Node) -> None:
-    if node.types[0].rank > MOST_AXES:
-        raise GraphError(
-            "reduce_window: too many dimensions for Core ML",
-            got=str(node.types[0]),
-            expected=f"at most {MOST_AXES}",
-        )
 
 
 def _pad(c: Composer, node: Node, x: Var, fill: Var) -> Var:
@@ -142,7 +133,7 @@ def _reduce_by_kind(c: Composer, node: Node, x: Var, initial: Var) -> Var:
             return compose_cumulative(c, kind, node.types[0], x, *scan)
         if x is not None and len(shape) <= MOST_AXES and _can_pool(windows, kind, dtype):
             return _pool(c, windows, kind, x, shape, initial)
-    _require_few_axes(node)
+    require_few_axes("reduce_window", node.types[0])
     x = _pad(c, node, x, initial)
 
     def join(first: list[Var], second: list[Var]) -> list[Var]:

@@ -170,7 +170,6 @@ def _branch(
     return values, _make_body(results, [], scope)
 
 
-# Ops whose result may share the memory of the operand.
 def _copy_of_other(value: Any, own: Any, parameters: Sequence[Any], turn: Any) -> Any:
     """Return a loop variable's next value, copied if it may be a view of another variable.
 

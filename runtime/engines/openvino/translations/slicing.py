@@ -92,7 +92,7 @@ def _slice_with_steps(
     end = ops.select(_constant_flags(squeezed), after, end)
     firsts = [INT_MIN if step > 0 else INT_MAX for step in steps]
     lasts = [INT_MAX if step > 0 else INT_MIN for step in steps]
-    # The masks of a squeezed axis are ignored.
+    # A squeezed axis has its begin and end already.
     is_first, is_last = (
         _constant_flags([flag and not drop for flag, drop in zip(mask, squeezed, strict=True)])
         for mask in (begin_mask, end_mask)

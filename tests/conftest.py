@@ -27,6 +27,7 @@ from torch._subclasses import fake_impls
 from coreml_delegate import ops
 from coreml_delegate.formats.caches import CACHE_VARIABLE
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE
+from coreml_delegate.patches.executorch import forget_lowered
 from coreml_delegate.patches.openvino import import_openvino
 from coreml_delegate.patches.third_party import coremltools
 
@@ -236,6 +237,7 @@ def _some_are_frozen() -> int:
 
 
 def pytest_runtest_logfinish() -> None:
+    forget_lowered()  # a frozen program would never be collected
     _freeze()
 
 

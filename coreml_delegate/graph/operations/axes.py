@@ -65,7 +65,9 @@ def require_few_axes(name: str, type: TensorType) -> None:
     """
     if type.rank > MOST_AXES:
         raise GraphError(
-            f"{name}: too many dimensions for Core ML", got=str(type), expected=f"{MOST_AXES}"
+            f"{name}: too many dimensions for Core ML",
+            got=str(type),
+            expected=f"at most {MOST_AXES}",
         )
 
 

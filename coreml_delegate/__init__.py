@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from coreml_delegate import runtime
     from coreml_delegate.backend import MULTIMETHOD_WEIGHT_SHARING_STRATEGY, CoreMLBackend
     from coreml_delegate.opaque_ops.recurrent_layers import dynamic_steps
-    from coreml_delegate.options.compile_options import CompileOptions
+    from coreml_delegate.options.lowering_options import CompileOptions
     from coreml_delegate.partition import CoreMLPartitioner
     from coreml_delegate.quantizer import CoreMLQuantizer
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 _LAZY = {
-    "CompileOptions": "coreml_delegate.options.compile_options",
+    "CompileOptions": "coreml_delegate.options.lowering_options",
     "CoreMLBackend": "coreml_delegate.backend",
     "CoreMLPartitioner": "coreml_delegate.partition",
     "CoreMLQuantizer": "coreml_delegate.quantizer",

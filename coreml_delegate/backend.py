@@ -47,14 +47,9 @@ from coreml_delegate.lowering.coremltools_options import (
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.lowering.multifunction import lower_methods
 from coreml_delegate.options.checks import instance, member
-from coreml_delegate.options.compile_options import (
-    CompileOptions,
-    ModelType,
-    Precision,
-    WeightSharing,
-    is_own,
-)
+from coreml_delegate.options.compile_specs import ModelType, Precision, WeightSharing, is_own
 from coreml_delegate.options.declaration import takes
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.executorch import hide_from_search
 from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.targets import STATE_OPSET

@@ -14,9 +14,9 @@ import numpy as np
 
 from coreml_delegate.errors import InputError, LoweringError, OptionError
 from coreml_delegate.graph import Backend
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.options.declaration import checked
-from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.options.lowering_options import PartitionerKeywords
 from coreml_delegate.patches.jax import jax_module, static_arguments
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.stablehlo import Program

@@ -11,8 +11,8 @@ from torch.fx import Node
 
 from coreml_delegate.lowering.coremltools_options import check_accepted
 from coreml_delegate.lowering.multifunction import check_target
-from coreml_delegate.options.compile_options import Precision, WeightSharing
-from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.options.compile_specs import Precision, WeightSharing
+from coreml_delegate.options.lowering_options import PartitionerKeywords
 from coreml_delegate.partition.verdicts.filters import Filters
 from coreml_delegate.targets import Device
 

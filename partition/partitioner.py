@@ -21,8 +21,8 @@ from coreml_delegate.exported.module_scope import Scope, scopes_of
 from coreml_delegate.lowering.delegation_tags import remove_tags
 from coreml_delegate.lowering.store import CachedBlob, Outcome
 from coreml_delegate.opaque_ops.recorded_compression import warn_of_records
-from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.options.declaration import documented, options_of, takes
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition.branches import add_branch, branches_of
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.partitioning import AtenNotes, Partitioning, transform

@@ -27,7 +27,7 @@ from coreml_delegate.ops.call import target_name
 from coreml_delegate.ops.constants import NO_INPUTS, Inputs
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition.grouping.decision import decide
 from coreml_delegate.partition.grouping.moved_calls import moved_calls
 from coreml_delegate.partition.grouping.mutable_buffers import (

@@ -15,7 +15,7 @@ from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.files import new_file, new_folder
 from coreml_delegate.formats.mlpackage import SUFFIX, empty_folders
 from coreml_delegate.options.checks import values_of
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.options.declaration import Argument, Option, options_of
 from coreml_delegate.options.engine_options import EngineOptions
 from coreml_delegate.scripts import interruption

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.formats.text import decibels
-from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.options.declaration import options_of
-from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.options.lowering_options import CompileOptions, PartitionerKeywords
 from coreml_delegate.scripts import arguments, console
 from coreml_delegate.scripts.arguments import new_output
 

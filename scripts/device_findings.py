@@ -13,7 +13,7 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.formats.blob import Buffer, unflatten
 from coreml_delegate.formats.blob_layout import DebugInfo, debug_info_in
 from coreml_delegate.formats.mlpackage import map_package
-from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition import DelegationReport
 from coreml_delegate.partition.report import DeviceFinding
 from coreml_delegate.runtime.delegate import blob_files
@@ -23,6 +23,7 @@ from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts import console
 from coreml_delegate.scripts.delegates import CoreMLPartition, all_partitions, read_etrecord
 from coreml_delegate.scripts.profiles import modules_by_handle
+from coreml_delegate.targets import ComputeUnit
 
 _SHOWN_PLACES = 3  # of a finding, in its row of the page
 

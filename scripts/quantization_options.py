@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.quantization import (
     FORMS,
     MODULE_FORMS,

@@ -12,7 +12,7 @@ from coreml_delegate.errors import OptionError, ProgramError
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import metadata_in
 from coreml_delegate.formats.mlpackage import map_package
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.quantization.weight_inventory import summarize_weights
 from coreml_delegate.runtime.delegate import python_reason, read_blob
 from coreml_delegate.runtime.engines.selection import ENGINES, engines_here

@@ -31,11 +31,11 @@ from coreml_delegate.device_check.records import (
     place_name,
 )
 from coreml_delegate.errors import EngineUnavailableError, ProgramError
-from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.patches.third_party import coremltools, wrap_errors
 from coreml_delegate.runtime import machine
 from coreml_delegate.runtime.mil.location import located_ops
 from coreml_delegate.runtime.mil.program import Program
+from coreml_delegate.targets import ComputeUnit
 
 _MACOS = "darwin"
 _LEAST_MATCHED: Final = 0.9

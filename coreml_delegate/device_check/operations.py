@@ -32,11 +32,10 @@ from coreml_delegate.mil.passes.for_devices import (
     separate_scores,
     strides_to_channels,
 )
-from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.partition.grouping.moved_calls import moved_calls
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Binding, Constant, Op, Ref
-from coreml_delegate.targets import MOST_ROWS, Device
+from coreml_delegate.targets import MOST_ROWS, ComputeUnit, Device
 
 _TOPK = "topk"
 _RECURRENT = frozenset({"gru", "lstm", "rnn"})

@@ -54,7 +54,7 @@ from coreml_delegate.device_check.compute_plan import (
 from coreml_delegate.device_check.functions import is_stored_type
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.mlpackage import MAIN
-from coreml_delegate.options.compile_options import ComputeUnit
+from coreml_delegate.targets import ComputeUnit
 
 VERSION: Final = 1
 

@@ -21,13 +21,12 @@ from coreml_delegate.device_check.records import (
 )
 from coreml_delegate.formats.text import decibels
 from coreml_delegate.mil.passes.for_devices import ATTENTIONS, visible_rows_as_factor
-from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.partition.grouping.moved_calls import moved_calls
 from coreml_delegate.runtime.diagnosis import Fault, ValueReport
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, Ref
 from coreml_delegate.runtime.precision import Operation, PrecisionMeasurement, describe_auto
-from coreml_delegate.targets import Device
+from coreml_delegate.targets import ComputeUnit, Device
 
 LARGEST_FP16 = 65504.0
 """The largest finite number of fp16."""

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from coreml_delegate.device_check.functions import FunctionView
-from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.quantization.weight_inventory import StoredWeight, weights_of
 from coreml_delegate.runtime.diagnosis import Diagnosis
 from coreml_delegate.runtime.mil.location import Location
 from coreml_delegate.runtime.mil.program import Op, Program
 from coreml_delegate.runtime.precision import PrecisionMeasurement
-from coreml_delegate.targets import Device
+from coreml_delegate.targets import ComputeUnit, Device
 
 NEURAL_ENGINE = frozenset({None, ComputeUnit.ALL, ComputeUnit.CPU_AND_NE})
 """Compute units that may use the neural engine; an unknown compute unit may use it."""

@@ -12,10 +12,11 @@ from coreml_delegate.graph.emitter import OPERATIONS, REFUSED
 from coreml_delegate.graph.executable import Buffer, Settings
 from coreml_delegate.graph.tensor_types import DType
 from coreml_delegate.options.checks import member
-from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit, Precision
+from coreml_delegate.options.compile_specs import Precision
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.runtime import AUTO, EngineOptions
 from coreml_delegate.runtime.engines.selection import ENGINES
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import ComputeUnit, Opset
 
 
 class Backend(Settings):

@@ -38,7 +38,7 @@ from coreml_delegate.graph.tensor_types import (
     linear,
     simplify,
 )
-from coreml_delegate.options.partitioner_options import MIN_SQNR_DB
+from coreml_delegate.options.lowering_options import MIN_SQNR_DB
 from coreml_delegate.targets import Opset
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*\Z")

@@ -13,9 +13,9 @@ from typing import Any
 from coreml_delegate.errors import OptionError
 from coreml_delegate.graph.executable import Executable, Settings
 from coreml_delegate.graph.mil_program import Graph, convert_graph
-from coreml_delegate.options.compile_options import KeepFp32, Precision
+from coreml_delegate.options.compile_specs import KeepFp32, Precision
 from coreml_delegate.options.declaration import checked
-from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.options.lowering_options import PartitionerKeywords
 from coreml_delegate.runtime.engines.selection import REFERENCE
 from coreml_delegate.runtime.precision import LoweredProgram, choose_fp32_calls
 

@@ -21,9 +21,8 @@ from coreml_delegate.graph.mil_program import Package
 from coreml_delegate.graph.pte import delegate_program
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, TensorType, linear
 from coreml_delegate.lowering.interface import declare_interface
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import MIN_SQNR_DB, CompileOptions
 from coreml_delegate.options.model_interface import ModelInterface
-from coreml_delegate.options.partitioner_options import MIN_SQNR_DB
 from coreml_delegate.runtime import EngineOptions, Model
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.runtime.engines.selection import REFERENCE

@@ -20,7 +20,7 @@ from coreml_delegate.lowering.build import model_files
 from coreml_delegate.lowering.convert import MilSource, convert_mil
 from coreml_delegate.lowering.debug_handles import NumberedCall, absorb_calls
 from coreml_delegate.mil.compose import mb
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.runtime.precision import Call
 from coreml_delegate.targets import Opset

@@ -17,7 +17,7 @@ from coreml_delegate.errors import LoweringError
 from coreml_delegate.formats.blob import Files, flatten
 from coreml_delegate.formats.blob_layout import MethodMetadata, identify
 from coreml_delegate.graph.tensor_types import Dimension, DType, TensorType
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import quiet_import
 
 # Element types that the device runtime converts at a delegate's boundary; the others cross as their

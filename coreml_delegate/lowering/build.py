@@ -41,7 +41,7 @@ from coreml_delegate.lowering.prepare import prepare
 from coreml_delegate.lowering.store import ConversionCacheEntry
 from coreml_delegate.ops import obstacles_in
 from coreml_delegate.ops import required_opset as opset_of_calls
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.targets import Opset
 

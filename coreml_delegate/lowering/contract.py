@@ -26,7 +26,7 @@ from coreml_delegate.dynamic_shapes.symbols import expression_of, input_tensors
 from coreml_delegate.errors import ContractError
 from coreml_delegate.formats.blob_layout import MethodMetadata
 from coreml_delegate.formats.mlpackage import MAIN
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 SEVERAL_INPUTS_OPSET = Opset.iOS18

@@ -38,7 +38,8 @@ from coreml_delegate.lowering.native_parts import native_parts
 from coreml_delegate.mil.passes.for_devices import REWRITES, REWRITES_IN_FP32
 from coreml_delegate.mil.passes.matching import rewrite
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.options.compile_options import CompileOptions, ModelType, Precision
+from coreml_delegate.options.compile_specs import ModelType, Precision
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches import Patch, coremltools_errors, patched
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches.third_party import coremltools, describe_error, quiet_import

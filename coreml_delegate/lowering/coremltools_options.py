@@ -10,7 +10,8 @@ from typing import Any
 
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.lowering.fp16 import fp16_selector
-from coreml_delegate.options.compile_options import CompileOptions, ModelType, Precision
+from coreml_delegate.options.compile_specs import ModelType, Precision
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.options.weight_compression import (
     KINDS,
     LINEAR,

@@ -31,7 +31,7 @@ from coreml_delegate.mil.passes.matching import (
     rewrite,
     variables,
 )
-from coreml_delegate.options.compile_options import KeepFp32
+from coreml_delegate.options.compile_specs import KeepFp32
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches import patched
 from coreml_delegate.patches.third_party import coremltools

@@ -48,7 +48,8 @@ from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.lowering.merging import FunctionModel, merge
 from coreml_delegate.lowering.store import Outcome, Sharing
 from coreml_delegate.ops.constants import state_value
-from coreml_delegate.options.compile_options import CompileOptions, ModelType, WeightSharing
+from coreml_delegate.options.compile_specs import ModelType, WeightSharing
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.executorch import NamedDataStore
 from coreml_delegate.targets import STATE_OPSET, Opset
 

@@ -26,7 +26,7 @@ from coreml_delegate.lowering.trial import TRIALS, blamed_call, message_of, reas
 from coreml_delegate.ops import Reason, ReasonCode, record_of
 from coreml_delegate.ops.call import GETITEM, target_name
 from coreml_delegate.ops.constants import is_derived, stored_constants
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.torch import FakeTensor, real_by_fake
 from coreml_delegate.targets import Opset
 

@@ -32,7 +32,8 @@ from coreml_delegate.formats.blob import Files, size_of
 from coreml_delegate.formats.caches import cache_folder, software
 from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
 from coreml_delegate.formats.fp32_constants import Constants
-from coreml_delegate.options.compile_options import CompileOptions, ModelType
+from coreml_delegate.options.compile_specs import ModelType
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.coremltools import registered_translations
 from coreml_delegate.patches.third_party import quiet_import
 from coreml_delegate.patches.torch import FakeTensor

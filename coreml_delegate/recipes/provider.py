@@ -21,9 +21,9 @@ from torch import nn
 from coreml_delegate.backend import CoreMLBackend
 from coreml_delegate.errors import OptionError, near_matches
 from coreml_delegate.options.checks import Check, function, integer, optional, positive, refused
-from coreml_delegate.options.compile_options import CompileOptions, Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.options.declaration import documented, options_of
-from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.options.lowering_options import CompileOptions, PartitionerKeywords
 from coreml_delegate.partition import CoreMLPartitioner
 from coreml_delegate.quantization import Method, QuantizationMode, mode_of
 from coreml_delegate.quantization.configs import (

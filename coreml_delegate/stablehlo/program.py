@@ -20,10 +20,10 @@ from coreml_delegate.graph import (
     TensorType,
     Value,
 )
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.options.declaration import checked
+from coreml_delegate.options.lowering_options import MIN_SQNR_DB, PartitionerKeywords
 from coreml_delegate.options.model_interface import ModelInterface
-from coreml_delegate.options.partitioner_options import MIN_SQNR_DB, PartitionerKeywords
 from coreml_delegate.runtime import AUTO, EngineOptions
 from coreml_delegate.runtime.engines.base import State
 from coreml_delegate.runtime.precision import PrecisionReport

@@ -16,7 +16,8 @@ from coreml_delegate.ops import Reason, ReasonCode, flops_of
 from coreml_delegate.ops.boundary import shared_across_partitions
 from coreml_delegate.ops.call import DECOMPRESS, target_name
 from coreml_delegate.ops.constants import stored_nodes
-from coreml_delegate.options.compile_options import CompileOptions, Precision
+from coreml_delegate.options.compile_specs import Precision
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition.grouping.moved_calls import trifles
 from coreml_delegate.partition.grouping.mutable_buffers import obstacle_to_all_states, tag_states
 from coreml_delegate.partition.grouping.stages import Group, cut, group_calls

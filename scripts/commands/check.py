@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import CoreMLDelegateError, OptionError, ProgramError
-from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.options.lowering_options import PartitionerKeywords
 from coreml_delegate.scripts import arguments, console, quantization_options
 from coreml_delegate.scripts.arguments import BUNDLE_SUFFIX, check_output, new_output
 from coreml_delegate.scripts.commands import Command, add_path

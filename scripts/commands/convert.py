@@ -9,8 +9,8 @@ from typing import Any
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.formats.mlpackage import SUFFIX
-from coreml_delegate.options.compile_options import CompileOptions, Precision
-from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.options.compile_specs import Precision
+from coreml_delegate.options.lowering_options import CompileOptions, PartitionerKeywords
 from coreml_delegate.scripts import (
     arguments,
     console,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import LoweringError
 from coreml_delegate.formats.mlpackage import SUFFIX
-from coreml_delegate.options.compile_options import CompileOptions, Precision
-from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.options.compile_specs import Precision
+from coreml_delegate.options.lowering_options import CompileOptions, PartitionerKeywords
 from coreml_delegate.patches.third_party import quiet_import, wrap_errors
 from coreml_delegate.scripts import (
     arguments,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.compile_options import CompileOptions, Precision, WeightSharing
+from coreml_delegate.options.compile_specs import Precision, WeightSharing
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.options.weight_compression import OPTION, Stage, demand
 from coreml_delegate.quantization import QuantizationAssignment, QuantizationMode
 from coreml_delegate.quantization.configs import neural_engine_stage

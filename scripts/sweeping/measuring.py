@@ -14,7 +14,7 @@ from typing import Any
 
 from coreml_delegate.exported.source_model import SourceModel
 from coreml_delegate.formats.files import new_file
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.partition.export import export_model, lower_methods
 from coreml_delegate.quantization import QuantizationAssignment

@@ -77,7 +77,7 @@ def lower(form: str, call: str, file: Path, layers: int) -> None:
     from executorch.exir import to_edge_transform_and_lower
 
     from coreml_delegate import CoreMLBackend, CoreMLPartitioner
-    from coreml_delegate.options.compile_options import Precision
+    from coreml_delegate.options.compile_specs import Precision
 
     torch.manual_seed(0)
     module = Decoder(layers=layers).eval()

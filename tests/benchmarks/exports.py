@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from benchmarks.models import ExplicitState, Workload
 from coreml_delegate import CoreMLPartitioner
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.targets import Opset
 
 

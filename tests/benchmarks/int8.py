@@ -23,7 +23,7 @@ from support.torchvision_models import build
 
 from benchmarks.timing import Turn, race
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 MODELS = ("mobilenet_v2", "resnet18", "vit_b_16")
 _SIZE = 224  # pixels

@@ -174,7 +174,7 @@ def _core_ml(
 
     from coreml_delegate import CoreMLPartitioner
     from coreml_delegate.llm.export import export_methods, lower, quantize_weights
-    from coreml_delegate.options.compile_options import Precision
+    from coreml_delegate.options.compile_specs import Precision
     from coreml_delegate.targets import Opset
 
     model = decoder()

@@ -33,7 +33,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime
 from coreml_delegate.exported.source_model import SourceModel
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.options.weight_compression import OPTION
 from coreml_delegate.partition.export import export_model, lower_methods
 from coreml_delegate.quantization import QuantizationAssignment, mode_of

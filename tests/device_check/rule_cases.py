@@ -16,9 +16,9 @@ from coreml_delegate.device_check import (
     Use,
     check,
 )
-from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature, NamedType, Program, StateType, TensorType
+from coreml_delegate.targets import ComputeUnit
 
 
 def tensor(*shape: int | None, dtype: DType = DType.FP16) -> TensorType:

@@ -18,8 +18,8 @@ from coreml_delegate.device_check.compute_plan import (
 )
 from coreml_delegate.errors import EngineUnavailableError, ProgramError
 from coreml_delegate.formats.files import new_folder
-from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.mil.reader import read_mlpackage
+from coreml_delegate.targets import ComputeUnit
 
 
 def chosen(x):

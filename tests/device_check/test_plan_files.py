@@ -23,8 +23,8 @@ from coreml_delegate.device_check.compute_plan import (
 )
 from coreml_delegate.device_check.plan_files import plan_document, read_plan
 from coreml_delegate.errors import OptionError, ProgramError
-from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.mil.reader import read_files
+from coreml_delegate.targets import ComputeUnit
 
 CPU, GPU, NE = Processor
 OPERATIONS = (

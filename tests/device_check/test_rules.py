@@ -34,9 +34,9 @@ from coreml_delegate.device_check import (
     rule_named,
 )
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.compile_options import ComputeUnit
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Feature
+from coreml_delegate.targets import ComputeUnit
 
 
 def test_every_rule_has_a_case():

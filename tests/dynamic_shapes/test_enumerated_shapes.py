@@ -15,7 +15,7 @@ from torch.export import Dim
 from coreml_delegate import CoreMLBackend
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.errors import CoreMLDelegateError, OptionError
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 
 LISTED = {"x": [[1, 5, 10], [4, 6, 10]], "y": [[3, 11], [5, 11]]}
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.errors import UnsupportedOperatorError
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 ENGINES = ("reference", "openvino")
 ATOL, RTOL = ATOL_RTOL["fp32"]

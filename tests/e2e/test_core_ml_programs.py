@@ -27,7 +27,7 @@ from coreml_delegate.llm.export import export_methods
 from coreml_delegate.llm.export import lower as lower_decoder
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.runtime import EngineOptions
 from coreml_delegate.runtime.delegate import delegate_loader
 from coreml_delegate.runtime.program.delegate_interface import DelegatePayload

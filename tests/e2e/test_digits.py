@@ -10,7 +10,7 @@ from support.lowering import PRECISIONS
 from support.tolerances import SQNR_FP16_GUARDED, sqnr_db
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 
 @pytest.mark.share(2)

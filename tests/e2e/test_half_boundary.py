@@ -12,7 +12,7 @@ from support.tolerances import ATOL_RTOL, SQNR_HALF, sqnr_db
 from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.partition import do_not_delegate
 from coreml_delegate.runtime.program.plan import TensorSpec
 from coreml_delegate.targets import Opset

@@ -29,7 +29,7 @@ from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Ending, Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.sampling import Sampler, Sampling
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.targets import Opset

@@ -28,7 +28,7 @@ from torch import nn
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.mlpackage import locate
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.runtime.delegate import blob_files, read_blob
 from coreml_delegate.scripts.cli import main

@@ -22,7 +22,8 @@ from coreml_delegate.errors import ContractError, LoweringError, OptionError
 from coreml_delegate.formats.blob import flatten, unflatten
 from coreml_delegate.formats.blob_layout import MethodMetadata, ModelMetadata
 from coreml_delegate.formats.files import write_folder
-from coreml_delegate.options.compile_options import CompileOptions, ModelType
+from coreml_delegate.options.compile_specs import ModelType
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.targets import Opset
 

@@ -25,7 +25,7 @@ from torch import nn
 from torchao.quantization.pt2e import move_exported_model_to_eval
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, CoreMLQuantizer, runtime
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.targets import Opset
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLPartitioner, runtime
 from coreml_delegate.ops.call import RECORDED_WEIGHT, target_name
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.patches.third_party import coremltools, quiet_import
 from coreml_delegate.targets import Opset
 

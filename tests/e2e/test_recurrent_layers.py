@@ -20,7 +20,7 @@ from torch import nn
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, dynamic_steps, runtime
 from coreml_delegate.errors import UnsupportedOperatorError
 from coreml_delegate.opaque_ops.recurrent_layers import PLACEHOLDER_OPS
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.runtime.mil.program import Block
 from coreml_delegate.targets import Opset
 

@@ -17,7 +17,7 @@ from support.tolerances import ATOL_RTOL
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import ContractError
 from coreml_delegate.lowering.states import STARTED
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.runtime.mil.program import StateType
 from coreml_delegate.targets import Opset
 

@@ -14,7 +14,7 @@ from support.tolerances import SQNR_FP16, SQNR_FP16_LOWER, SQNR_FP32, sqnr_db
 from support.torchvision_models import build
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.partition import DelegationReport
 
 # Name -> input size: as small as the architecture allows without changing what it converts to.

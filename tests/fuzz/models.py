@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.lowering import PRECISIONS
 from support.random_models import draw_chain, wrong
 
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 _TOGETHER = 12
 

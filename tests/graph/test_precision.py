@@ -16,7 +16,8 @@ from support.tolerances import SQNR_FP16_GUARDED, sqnr_db
 from coreml_delegate import graph, runtime
 from coreml_delegate.errors import GraphError, InputError, OptionError
 from coreml_delegate.graph import Builder, Executable, Value
-from coreml_delegate.options.compile_options import CompileOptions, Precision
+from coreml_delegate.options.compile_specs import Precision
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.runtime.program.pte import PteProgram
 
 ENGINES = ("reference", "openvino")

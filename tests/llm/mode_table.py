@@ -27,7 +27,7 @@ from coreml_delegate.llm.evaluation import (
 from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.targets import Opset
 
 PAGE = Path(__file__).parents[2] / "docs" / "llm.md"

@@ -25,7 +25,7 @@ from coreml_delegate.llm.export import export_methods, lower, quantize_weights
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.low_rank import Adapter, attached, fit_adapter
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.scripts.summary import summarize_pte
 from coreml_delegate.targets import Opset
 

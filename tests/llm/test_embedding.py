@@ -28,7 +28,7 @@ from coreml_delegate.llm.embedding import (
     export_encoder,
     load_encoder,
 )
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.partition.export import lower_methods
 from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.targets import Opset

@@ -19,7 +19,7 @@ from coreml_delegate.llm.decoder import Decoder
 from coreml_delegate.llm.export import export_methods, lower
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.targets import Opset
 
 CONTEXT, CHUNK, STEPS = 96, 8, 64

@@ -17,7 +17,7 @@ from coreml_delegate.llm.export import export_methods, lower
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.source import Source
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 STEPS = 4
 

@@ -26,7 +26,7 @@ from coreml_delegate.llm.export import export_methods, lower
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.neural_engine import NeuralEngineDecoder, NeuralEngineForward
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.quantization import mode_of
 from coreml_delegate.quantization.configs import neural_engine_stage
 from coreml_delegate.runtime.mil.dtypes import DType

@@ -26,7 +26,7 @@ from coreml_delegate.llm.speech import (
 )
 from coreml_delegate.llm.speech_features import FP32_MODULES, FeatureSettings
 from coreml_delegate.llm.transcriber import Transcriber
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.partition.export import lower_methods
 from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.quantization import QuantizationAssignment, mode_of

@@ -33,7 +33,7 @@ from coreml_delegate.llm.decoder_methods import StandardForward
 from coreml_delegate.llm.export import export_methods, lower
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.partition.export import plan
 from coreml_delegate.scripts.commands import export_llm
 from coreml_delegate.targets import Opset

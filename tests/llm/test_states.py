@@ -18,7 +18,7 @@ from coreml_delegate.llm.decoder_methods import Decode, Forward, Prefill
 from coreml_delegate.llm.export import export_methods
 from coreml_delegate.llm.generator import Generator
 from coreml_delegate.llm.layout import CacheKind, Layout
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 STATEFUL = [name for name, family in FAMILIES.items() if family.states]
 LENGTH = 36

@@ -37,7 +37,7 @@ from coreml_delegate.llm.images import Fit, ImageInput, Preparation
 from coreml_delegate.llm.layout import CacheKind, Layout
 from coreml_delegate.llm.tokenizer import load_tokenizer
 from coreml_delegate.llm.vision import VisionDecoder, image_input
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.targets import Opset
 

@@ -28,7 +28,7 @@ from coreml_delegate.lowering import store
 from coreml_delegate.lowering.proof import ConversionProof
 from coreml_delegate.lowering.trial import TRIALS, Trials
 from coreml_delegate.ops import ReasonCode
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.targets import Opset
 

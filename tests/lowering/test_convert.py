@@ -14,7 +14,7 @@ import torch
 from coreml_delegate import graph
 from coreml_delegate.errors import ConversionError
 from coreml_delegate.lowering import convert
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches import patched
 from coreml_delegate.patches.third_party import coremltools

@@ -30,17 +30,13 @@ from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import METADATA, ModelMetadata
 from coreml_delegate.lowering import convert
 from coreml_delegate.lowering.contract import BOUNDARY_DTYPES, boundary_of, check_program
-from coreml_delegate.options.compile_options import (
-    CompileOptions,
-    ComputeUnit,
-    ModelType,
-    Precision,
-)
+from coreml_delegate.options.compile_specs import ModelType, Precision
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.mil.dtypes import DType
 from coreml_delegate.runtime.mil.program import Op, Program
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import ComputeUnit, Opset
 
 FP32 = CompileOptions(precision=Precision.FLOAT32)
 

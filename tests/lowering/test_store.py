@@ -21,7 +21,8 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.formats.entry_cache import LIMIT_VARIABLE, CacheOptions, EntryCache
 from coreml_delegate.lowering import store
 from coreml_delegate.lowering.store import FOLDER, ConversionCacheEntry
-from coreml_delegate.options.compile_options import CompileOptions, KeepFp32
+from coreml_delegate.options.compile_specs import KeepFp32
+from coreml_delegate.options.lowering_options import CompileOptions
 
 INPUTS = (torch.linspace(-1, 1, 8).reshape(2, 4),)
 

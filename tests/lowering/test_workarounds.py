@@ -12,7 +12,7 @@ import torch
 from support.lowering import fp32_specs, lower
 
 from coreml_delegate import runtime
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.patches import patched
 from coreml_delegate.patches.coremltools_errors import WORKAROUNDS
 from coreml_delegate.patches.third_party import coremltools

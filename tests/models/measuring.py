@@ -18,7 +18,7 @@ from support.tolerances import sqnr_db
 from torch import nn
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.partition import DelegationReport
 
 ENGINES = ("openvino", "reference")

@@ -20,7 +20,7 @@ from models.rows import ROWS
 from support.generated_sections import with_section
 
 from coreml_delegate.formats.caches import CACHE_VARIABLE
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _PRECISIONS = (Precision.FLOAT32, Precision.FLOAT16)

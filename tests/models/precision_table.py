@@ -18,7 +18,7 @@ from models.model_table import decibels, number, write_rows
 from models.rows import ROWS, Row
 
 from coreml_delegate.formats.caches import CACHE_VARIABLE
-from coreml_delegate.options.partitioner_options import MIN_SQNR_DB
+from coreml_delegate.options.lowering_options import MIN_SQNR_DB
 
 SECTION = "precisions"
 MODELS: tuple[Architecture | Row, ...] = (*ARCHITECTURES, *(row for row in ROWS if not row.picks))

@@ -14,7 +14,7 @@ from support.tolerances import (
     SQNR_FP32_OF_MODELS,
 )
 
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 PAGE_TEXT = PAGE.read_text("utf-8")
 STATED = read(PAGE_TEXT)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner
-from coreml_delegate.options.compile_options import CompileOptions
 from coreml_delegate.options.declaration import Option, options_of
 from coreml_delegate.options.engine_options import EngineOptions
+from coreml_delegate.options.lowering_options import CompileOptions, PartitionerKeywords
 from coreml_delegate.options.model_interface import ModelInterface
-from coreml_delegate.options.partitioner_options import PartitionerKeywords
 from tests.support.generated_sections import with_section
 
 DOCS = Path(__file__).parents[2] / "docs"

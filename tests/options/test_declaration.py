@@ -24,7 +24,7 @@ from coreml_delegate.options.declaration import (
     takes,
 )
 from coreml_delegate.options.engine_options import EngineOptions
-from coreml_delegate.options.partitioner_options import PartitionerKeywords
+from coreml_delegate.options.lowering_options import PartitionerKeywords
 from coreml_delegate.recipes import CoreMLRecipeProvider, CoreMLRecipeType
 from coreml_delegate.scripts.arguments import add_options, keywords_of
 from coreml_delegate.scripts.cli import main_parser

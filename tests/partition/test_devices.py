@@ -16,7 +16,7 @@ from torch.export import Dim
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.device_check import Finding, check
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition.grouping import decision, moved_calls
 from coreml_delegate.runtime.program.pte import PteProgram
 from coreml_delegate.scripts.device_findings import models_of_pte

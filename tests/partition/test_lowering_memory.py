@@ -29,7 +29,7 @@ from coreml_delegate.formats.mlpackage import map_folder
 from coreml_delegate.lowering import build
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.lowering.fp16 import overflows
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 
 
 def program() -> ExportedProgram:

@@ -16,7 +16,9 @@ from support.partitioned import Network, example
 
 from coreml_delegate import CoreMLPartitioner
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit, Precision
+from coreml_delegate.options.compile_specs import Precision
+from coreml_delegate.options.lowering_options import CompileOptions
+from coreml_delegate.targets import ComputeUnit
 
 
 def test_documented_options_have_their_defaults() -> None:

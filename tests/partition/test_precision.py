@@ -24,7 +24,8 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner, backend, runtime
 from coreml_delegate.errors import InputError, OptionError, PrecisionError
 from coreml_delegate.lowering import proof
 from coreml_delegate.lowering.build import build_files
-from coreml_delegate.options.compile_options import CompileOptions, Precision
+from coreml_delegate.options.compile_specs import Precision
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition import PrecisionReport
 from coreml_delegate.partition.precision import calls_by_handle
 from coreml_delegate.recipes import CoreMLRecipeType

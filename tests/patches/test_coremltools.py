@@ -22,7 +22,7 @@ import tqdm
 from coreml_delegate import opaque_ops, ops
 from coreml_delegate.lowering import convert, fp16
 from coreml_delegate.ops import mil_ops
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches import Patch, coremltools_errors, patched
 from coreml_delegate.patches import coremltools as patches
 from coreml_delegate.patches.third_party import coremltools, quiet_import

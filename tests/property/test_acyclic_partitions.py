@@ -42,7 +42,7 @@ from torch.utils import _pytree as pytree
 from coreml_delegate.lowering.delegation_tags import cut_partitions, tag_of
 from coreml_delegate.lowering.store import fingerprint
 from coreml_delegate.ops import Reason, ReasonCode
-from coreml_delegate.options.compile_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition.grouping.decision import decide
 from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.verdicts.parts import refuse_results

@@ -16,15 +16,10 @@ from coreml_delegate.dynamic_shapes.enumerated import (
 )
 from coreml_delegate.errors import BlobFormatError, OptionError
 from coreml_delegate.formats.blob import BlobReference, flatten, unflatten
-from coreml_delegate.options.compile_options import (
-    CompileOptions,
-    ComputeUnit,
-    ModelType,
-    Precision,
-    WeightSharing,
-)
+from coreml_delegate.options.compile_specs import ModelType, Precision, WeightSharing
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.options.weight_compression import KINDS, LINEAR, PALETTE, stages_of
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import ComputeUnit, Opset
 
 pytestmark = pytest.mark.property
 

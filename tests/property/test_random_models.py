@@ -8,7 +8,7 @@ import pytest
 from support.lowering import PRECISIONS
 from support.random_models import draw_chain, wrong
 
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from torch import nn
 
 from coreml_delegate import CoreMLQuantizer, runtime
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.compile_options import CompileOptions, ComputeUnit, Precision
+from coreml_delegate.options.compile_specs import Precision
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
 from coreml_delegate.recipes import COREML_BACKEND, CoreMLRecipeProvider, CoreMLRecipeType
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import ComputeUnit, Opset
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This API and all of its related functionality:Warning"  # of all recipes

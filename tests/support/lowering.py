@@ -21,7 +21,8 @@ from coreml_delegate.formats.blob import flatten
 from coreml_delegate.lowering.build import build_files
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.ops.call import GETITEM, target_name
-from coreml_delegate.options.compile_options import CompileOptions, Precision
+from coreml_delegate.options.compile_specs import Precision
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition import DelegationReport
 
 Inputs = tuple[torch.Tensor, ...]

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
 from coreml_delegate.errors import CoreMLDelegateError
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 ENGINES = ("reference", "openvino")
 _SHAPES = ((3, 3), (2, 3, 4), (2, 4, 3), (1, 3, 4, 4))

@@ -15,7 +15,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
 

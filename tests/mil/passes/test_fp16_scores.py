@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, runtime
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.patches.third_party import transformers
 from coreml_delegate.targets import Opset
 

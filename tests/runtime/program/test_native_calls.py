@@ -25,7 +25,7 @@ from torch import nn
 
 from coreml_delegate import CoreMLBackend, graph, runtime
 from coreml_delegate.errors import ExecutionError, InputError
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.runtime import delegate
 from coreml_delegate.runtime.delegate import CoreMLDelegate
 from coreml_delegate.runtime.engines.openvino.session import inference, native_calls

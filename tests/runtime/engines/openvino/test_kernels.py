@@ -16,7 +16,7 @@ from support.lowering import lower
 from support.mil import mb
 
 from coreml_delegate import CoreMLBackend
-from coreml_delegate.options.compile_options import Precision
+from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.runtime.delegate import read_blob
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.openvino import OPENVINO

@@ -10,9 +10,9 @@ from coreml_delegate import (
     CoreMLBackend,
 )
 from coreml_delegate.errors import OptionError
-from coreml_delegate.options.compile_options import ComputeUnit, ModelType, Precision
+from coreml_delegate.options.compile_specs import ModelType, Precision
 from coreml_delegate.patches.third_party import coremltools
-from coreml_delegate.targets import Opset
+from coreml_delegate.targets import ComputeUnit, Opset
 
 ct = coremltools()
 

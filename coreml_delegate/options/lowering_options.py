@@ -1,43 +1,45 @@
-"""``CompileOptions``: the options of a lowering, and their encoding as compile specs.
+"""Options of a lowering: how to compile, and what to delegate.
 
-Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
-
-    compute_units               cpu_only | cpu_and_gpu | cpu_and_ne | all   (read on device)
-    min_deployment_target       specification version as decimal, empty for none
-    model_compute_precision     float16 | float32 (auto until a partitioner has chosen)
-    model_type                  model | compiled_model
-    enumerated_shapes           JSON list, see ``shapes`` (optional)
-    op_linear_quantizer_config  JSON object (optional)
-    weight_compression          JSON list of objects, see ``weight_compression`` (optional)
-    keep_fp32                   JSON object: lists "ops", "modules", "nodes" (optional)
-    pass_pipeline               JSON list of pass names (optional)
-    multimethod_weight_sharing_strategy  positional | disabled (optional)
-    device                      neural-engine | gpu | cpu (optional)
-
-The oldest documents have the compute units ``cpu``, ``gpu``, ``ane``, which are read, but not
-written. Source: ExecuTorch 1.5, Core ML backend documents and ``coreml_preprocess``.
+``CompileOptions`` are encoded as compile specs, which a ``.pte`` stores. ``PartitionerKeywords``
+are the options of ``CoreMLPartitioner``, one of which is a list of compile specs.
 """
 
 from __future__ import annotations
 
-import enum
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+import copy
+import operator
+import pickle
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
 
 from coreml_delegate.dynamic_shapes.enumerated import EnumeratedShapes
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.checks import (
     Check,
+    flag,
+    function,
     instance,
     list_of,
     member,
     one_of,
-    optional,
+    positive,
+    positive_number,
     refused,
     values_of,
+)
+from coreml_delegate.options.checks import optional as or_none
+from coreml_delegate.options.compile_specs import (
+    KeepFp32,
+    ModelType,
+    OwnKey,
+    Precision,
+    WeightSharing,
+    checked_specs,
+    enum_form,
+    json_form,
+    text_of,
 )
 from coreml_delegate.options.declaration import (
     Argument,
@@ -60,156 +62,11 @@ from coreml_delegate.targets import ComputeUnit, Device, Opset
 
 if TYPE_CHECKING:
     from executorch.exir.backend.compile_spec_schema import CompileSpec
+    from torch import nn
+    from torch.fx import Node
 
 
-class Precision(enum.Enum):
-    """The floating-point type that Core ML computes in, independent of the PyTorch model's.
-
-    ``AUTO`` is fp16, with fp32 for the calls that need it on example inputs. ``CoreMLPartitioner``
-    replaces it: a ``.pte`` has fp16, and the names of these calls in ``keep_fp32``.
-    """
-
-    FLOAT16 = "float16"
-    FLOAT32 = "float32"
-    AUTO = "auto"
-
-
-class ModelType(enum.Enum):
-    """The kind of model in a blob: an mlpackage, or an mlmodelc compiled ahead of time on macOS."""
-
-    MODEL = "model"
-    COMPILED_MODEL = "compiled_model"
-
-
-class WeightSharing(enum.Enum):
-    """Weight sharing among methods; without a strategy, partitions share weights if it is safe.
-
-    Attributes:
-        POSITIONAL: The n-th partitions of all methods become one model with a function per method;
-            an error if they cannot.
-        DISABLED: Every partition becomes a separate model.
-    """
-
-    POSITIONAL = "positional"
-    DISABLED = "disabled"
-
-
-class OwnKey(str):
-    """The key of a compile spec that this package wrote; other code sees a plain string.
-
-    A ``.pte`` has only the string. During lowering, the type marks the subgraphs of our backend, if
-    another backend has the same name.
-    """
-
-    __slots__ = ()
-
-
-def is_own(specs: Iterable[CompileSpec]) -> bool:
-    """Whether this package wrote any of the compile specs."""
-    return any(isinstance(spec.key, OwnKey) for spec in specs)
-
-
-@dataclass(frozen=True, slots=True)
-class KeepFp32:
-    """Ops, modules and calls that compute in fp32 in a model that computes in fp16.
-
-    Attributes:
-        ops: Types of MIL ops, for example ``softmax``.
-        modules: Paths of modules (``layers.0``, including submodules), paths with wildcards
-            (``layers.*.norm``), or class names (``RMSNorm``).
-        nodes: Names of calls in the subgraph.
-    """
-
-    ops: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, value: KeepFp32 | Mapping[str, Any]) -> KeepFp32:
-        """Read lists of names by kind.
-
-        Raises:
-            OptionError: A kind is unknown, or a value is not a list of names.
-        """
-        if isinstance(value, KeepFp32):
-            return value
-        kinds = [f.name for f in fields(cls)]
-        instance(Mapping, "a dictionary of lists of names")("keep_fp32", value)
-        for kind, names in value.items():
-            if kind not in kinds or not _is_names(names):
-                raise OptionError(
-                    "keep_fp32 takes lists of names",
-                    got=f"{kind!r}: {names!r}",
-                    expected=", ".join(f"{k!r}: [...]" for k in kinds),
-                )
-        return cls(**{kind: tuple(sorted(set(names))) for kind, names in value.items()})
-
-
-def checked_specs(specs: Iterable[CompileSpec]) -> Sequence[CompileSpec]:
-    """Check that a value is a list of compile specs, and return it.
-
-    Raises:
-        OptionError: It is not a list of compile specs.
-    """
-    from executorch.exir.backend.compile_spec_schema import CompileSpec
-
-    list_of("CompileSpec", CompileSpec)("compile_specs", specs)
-    return cast("Sequence[CompileSpec]", specs)
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(
-        isinstance(name, str) for name in cast("Sequence[object]", value)
-    )
-
-
-_JSON: Mapping[str, Callable[[Any], bool]] = MappingProxyType(
-    {
-        "a JSON object": lambda content: isinstance(content, dict),
-        "a JSON list": lambda content: isinstance(content, list),
-        "a JSON list of strings": _is_names,
-    }
-)
-
-
-def _enum_form(key: str, kind: type[enum.Enum], **old: enum.Enum) -> SpecForm:
-    texts = {**values_of(kind), **old}
-    return SpecForm(key, lambda value: None if value is None else value.value, one_of(texts))
-
-
-def _json_form(
-    key: str,
-    kind: str,
-    encode: Callable[[Any], Any] = lambda value: value,
-    build: Callable[[Any], Any] = lambda content: content,
-) -> SpecForm:
-    """Return a spec in JSON.
-
-    Args:
-        key: Key of the spec.
-        kind: A kind of ``_JSON``.
-        encode: Returns the content of a value, or None for no spec.
-        build: Returns the value of content.
-    """
-
-    def as_text(value: Any) -> str | None:
-        content = None if value is None else encode(value)
-        return None if content is None else json.dumps(content, sort_keys=True)
-
-    def decode(name: str, text: str) -> Any:
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise OptionError(f"{name} is not JSON", got=str(error)) from error
-        if not _JSON[kind](content):
-            raise OptionError(name, got=repr(content), expected=kind)
-        return build(content)
-
-    return SpecForm(key, as_text, decode)
-
-
-def _keep_fp32_names(value: KeepFp32) -> dict[str, Any] | None:
-    return {kind: names for kind, names in asdict(value).items() if names} or None
+# How to compile
 
 
 def _unnamed(check: Callable[[Any], Any]) -> Check:
@@ -235,7 +92,7 @@ class CompileOptions:
         "``ComputeUnit``.",
         argument=Argument("--compute-unit", choices=values_of(ComputeUnit)),
         is_in_recipes=True,
-        spec=_enum_form(
+        spec=enum_form(
             "compute_units",
             ComputeUnit,
             cpu=ComputeUnit.CPU_ONLY,
@@ -245,7 +102,7 @@ class CompileOptions:
     )
     deployment_target: Opset | None = option(
         default=None,
-        check=optional(member(Opset, "{} must be a coremltools.target")),
+        check=or_none(member(Opset, "{} must be a coremltools.target")),
         doc="Oldest system to support: ``coremltools.target`` or ``Opset``, iOS15 or later; None "
         "for the oldest that the model needs.",
         keyword="minimum_deployment_target",
@@ -268,20 +125,20 @@ class CompileOptions:
         "inputs; see ``CoreMLPartitioner``.",
         keyword="compute_precision",
         argument=Argument("--precision", choices=values_of(Precision)),
-        spec=_enum_form("model_compute_precision", Precision),
+        spec=enum_form("model_compute_precision", Precision),
     )
     model_type: ModelType = option(
         default=ModelType.MODEL,
         check=member(ModelType),
         doc="``CoreMLBackend.MODEL_TYPE``; ``COMPILED_MODEL`` compiles ahead of time, on a Mac.",
-        spec=_enum_form("model_type", ModelType),
+        spec=enum_form("model_type", ModelType),
     )
     op_linear_quantizer_config: Mapping[str, Any] | None = option(
         default=None,
         check=_unnamed(checked_linear),
         doc="Keywords of coremltools' ``OpLinearQuantizerConfig``, to quantize the weights after "
         "conversion, except embedding tables; None for no quantization.",
-        spec=_json_form(LINEAR_OPTION, "a JSON object"),
+        spec=json_form(LINEAR_OPTION, "a JSON object"),
     )
     weight_compression: tuple[Stage, ...] | None = option(
         default=None,
@@ -289,13 +146,13 @@ class CompileOptions:
         doc="Compression of the weights after conversion, by quantization, palettization or "
         "pruning: a dictionary for coremltools' ``OptimizationConfig.from_dict``, or a list of "
         "dictionaries to apply in turn; None for no compression.",
-        spec=_json_form(COMPRESSION_KEY, "a JSON list"),
+        spec=json_form(COMPRESSION_KEY, "a JSON list"),
     )
     pass_names: tuple[str, ...] | None = option(
         default=None,
-        check=optional(list_of("names of graph passes", str)),
+        check=or_none(list_of("names of graph passes", str)),
         doc="Graph passes of coremltools to run; None for its default pipeline.",
-        spec=_json_form("pass_pipeline", "a JSON list of strings"),
+        spec=json_form("pass_pipeline", "a JSON list of strings"),
     )
     keep_fp32: KeepFp32 = option(
         default=KeepFp32(),
@@ -303,34 +160,34 @@ class CompileOptions:
         doc="Parts of an fp16 model that compute in fp32: types of MIL ops under ``ops``, paths or "
         'class names of modules under ``modules``, as in ``{"ops": ["softmax"]}``; see '
         "``KeepFp32``.",
-        spec=_json_form("keep_fp32", "a JSON object", _keep_fp32_names),
+        spec=json_form("keep_fp32", "a JSON object", KeepFp32.encode),
     )
     enumerated_shapes: EnumeratedShapes | None = option(
         default=None,
-        check=optional(instance(EnumeratedShapes, "an EnumeratedShapes")),
+        check=or_none(instance(EnumeratedShapes, "an EnumeratedShapes")),
         doc="Supported combinations of input shapes; None for all shapes that the program was "
         "exported for.",
-        spec=_json_form(
+        spec=json_form(
             "enumerated_shapes", "a JSON list", EnumeratedShapes.encode, EnumeratedShapes.decode
         ),
     )
     weight_sharing: WeightSharing | None = option(
         default=None,
-        check=optional(member(WeightSharing)),
+        check=or_none(member(WeightSharing)),
         doc="``WeightSharing`` of the methods, or ExecuTorch's own enum of the same names; None to "
         "share if it is safe.",
         keyword="strategy",
-        spec=_enum_form("multimethod_weight_sharing_strategy", WeightSharing),
+        spec=enum_form("multimethod_weight_sharing_strategy", WeightSharing),
     )
 
     device: Device | None = option(
         default=None,
-        check=optional(member(Device, texts=values_of(Device))),
+        check=or_none(member(Device, texts=values_of(Device))),
         doc="Processor to shape the program for, by rewrites of operations that it does not run "
         "well, and calls left to the CPU; see ``docs/check.md``. None for no processor.",
         argument=Argument("--for", choices=values_of(Device), dest="device"),
         is_in_recipes=True,
-        spec=_enum_form("device", Device),
+        spec=enum_form("device", Device),
     )
 
     def __post_init__(self) -> None:
@@ -457,16 +314,225 @@ class CompileOptions:
             if name in values:
                 raise OptionError("compile spec given twice", got=repr(key))
             where = f"compile spec {key!r}"
-            values[name] = _SPECS[name].decode(where, _text(where, value))
+            values[name] = _SPECS[name].decode(where, text_of(where, value))
         return cls(**values)
-
-
-def _text(name: str, value: bytes) -> str:
-    try:
-        return bytes(value).decode()
-    except (UnicodeDecodeError, TypeError) as error:
-        raise OptionError(f"{name} is not UTF-8 text", got=repr(value)) from error
 
 
 _SPECS = {o.name: o.spec for o in options_of(CompileOptions) if o.spec is not None}
 """The forms of compile specs by name of the option, in the order of the specs."""
+
+
+# What to delegate
+
+_OPERATORS = or_none(list_of("operator names", str))
+_MODULES = or_none(list_of("paths and classes of modules"))
+_PREDICATE = or_none(function("a node of the graph"))
+
+
+MIN_SQNR_DB = 40.0
+"""Default ratio of signal to error, in dB, that the outputs of a program in fp16 have to reach."""
+
+
+def _is_set(value: object) -> bool:
+    return value is not None
+
+
+def _names(flag: str) -> Argument:
+    return Argument(flag, metavar="NAME", is_repeatable=True)
+
+
+@option_class(kw_only=True, slots=False)
+class PartitionerKeywords:
+    """The options of ``CoreMLPartitioner``.
+
+    Attributes:
+        options: See the fields.
+
+    Raises:
+        OptionError: An invalid value, or options that exclude each other.
+    """
+
+    skip_ops_for_coreml_delegation: Collection[str] | None = option(
+        default=None,
+        check=_OPERATORS,
+        doc="Operators to keep on the CPU, such as ``aten.add.Tensor``, ``aten::add.Tensor``, "
+        "``add.Tensor``, ``aten.add`` (all overloads) or ``add``.",
+        argument=_names("--skip-op"),
+        is_in_recipes=True,
+        leaves_calls=bool,
+    )
+    compile_specs: Collection[CompileSpec] | None = option(
+        default=None,
+        check=or_none(lambda _, value: tuple(checked_specs(value))),
+        doc="From ``CoreMLBackend.generate_compile_specs``; None for its defaults.",
+    )
+    take_over_mutable_buffer: bool | None = option(
+        default=True,
+        check=or_none(flag),  # ExecuTorch's own takes None for False
+        doc="Turn suitable mutable buffers into Core ML states (needs iOS18); other buffers become "
+        "inputs and outputs. The report lists both.",
+        leaves_calls=operator.not_,
+    )
+    take_over_constant_data: bool = option(
+        default=True,
+        check=flag,
+        doc="Store weights and constants in the Core ML models; otherwise they become inputs.",
+        is_in_recipes=True,
+        leaves_calls=operator.not_,
+    )
+    lower_full_graph: bool = option(
+        default=False,
+        check=flag,
+        doc="Fail, listing every obstacle, unless the entire graph can be delegated, and refuse "
+        "options that leave calls to the CPU.",
+        argument=Argument("--full-graph"),
+        is_in_recipes=True,
+    )
+    only_ops: Collection[str] | None = option(
+        default=None,
+        check=_OPERATORS,
+        doc="Operators to delegate, and no others; None for all.",
+        argument=_names("--only-op"),
+        leaves_calls=_is_set,
+    )
+    skip_modules: Collection[str | type[nn.Module]] | None = option(
+        default=None,
+        check=_MODULES,
+        doc="Modules to keep on the CPU, by paths like ``layers.0``, paths with wildcards, or "
+        "classes like ``torch.nn.LayerNorm``.",
+        argument=_names("--skip-module"),
+        leaves_calls=bool,
+    )
+    only_modules: Collection[str | type[nn.Module]] | None = option(
+        default=None,
+        check=_MODULES,
+        doc="Modules to delegate, and nothing outside them; None for all.",
+        argument=_names("--only-module"),
+        leaves_calls=_is_set,
+    )
+    node_filter: Callable[[Node], bool] | None = option(
+        default=None,
+        check=_PREDICATE,
+        doc="Called with every call, first in ATen and then in edge dialect, where nodes have "
+        "other names; false keeps the call on the CPU.",
+        leaves_calls=_is_set,
+    )
+    min_partition_nodes: int = option(
+        default=1,
+        check=positive,
+        doc="Keep partitions of fewer operations on the CPU, except partitions with weights that "
+        "``quantize_`` compressed, for which the CPU has no kernel.",
+        argument=Argument("--min-partition-nodes", metavar="N", parse=int),
+        leaves_calls=(1).__ne__,
+    )
+    max_partitions: int | None = option(
+        default=None,
+        check=or_none(positive),
+        doc="Delegate at most this number of partitions, those with the most estimated FLOPs.",
+        argument=Argument("--max-partitions", metavar="N", parse=int),
+    )
+    strict: bool = option(
+        default=False,
+        check=flag,
+        doc="Fail, listing every obstacle, if any call stays on the CPU, for any reason.",
+        argument=Argument("--strict"),
+    )
+    keep_fp32: Callable[[Node], bool] | None = option(
+        default=None,
+        check=_PREDICATE,
+        doc="Called with every delegated call, in edge dialect; true keeps it in fp32 if the "
+        "compile specs demand fp16. Compile specs can name such calls too.",
+    )
+    precision_data: Collection[Collection[Any]] | None = option(
+        default=None,
+        check=or_none(list_of("samples, each a tuple of arguments", (list, tuple))),
+        doc='With ``compute_precision="auto"``, the inputs to measure with: a list of samples, '
+        "each a tuple of the arguments of a call; None for the example inputs of "
+        "``torch.export``.",
+    )
+    min_sqnr_db: float = option(
+        default=MIN_SQNR_DB,
+        check=positive_number,
+        doc='With ``compute_precision="auto"``, the ratio of signal to error in dB that every '
+        "floating-point output has to reach; integers and booleans have to be equal.",
+        argument=Argument(
+            "--min-sqnr",
+            "ratio of signal to error that every output has to reach on the example inputs or the "
+            "data: the goal of --precision auto, and the least of float16 without a warning",
+            "DB",
+            float,
+        ),
+        is_in_recipes=True,
+    )
+
+    device: Device | None = option(
+        default=None,
+        check=or_none(member(Device, texts=values_of(Device))),
+        doc='Processor to shape the program for: ``"neural-engine"``, ``"gpu"`` or ``"cpu"``; None '
+        "for that of the compile specs.",
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.precision_data is not None and not self.measures_precision:
+            raise OptionError(
+                "precision_data is for precision auto",
+                got=f"compute_precision={self.compiling.precision.value}",
+                remedy='Pass generate_compile_specs(compute_precision="auto")',
+            )
+        if self.lower_full_graph:
+            self._check_full_graph()
+
+    @cached_property
+    def compiling(self) -> CompileOptions:
+        """The compile options, decoded."""
+        options = CompileOptions.from_specs(self.compile_specs or ())
+        return options if self.device is None else replace(options, device=self.device)
+
+    @property
+    def measures_precision(self) -> bool:
+        """Whether a measurement decides which calls compute in fp32."""
+        return self.compiling.precision is Precision.AUTO
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes for ``pickle``; name the option that cannot be pickled.
+
+        Raises:
+            OptionError: A function among the options cannot be pickled.
+        """
+        for name, value in self._functions().items():
+            try:
+                pickle.dumps(value)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise OptionError(
+                    f"a partitioner with this {name} cannot be pickled",
+                    got=str(error),
+                    remedy="Pass a function that is defined at the top of a module, or copy the "
+                    "partitioner by copy.deepcopy",
+                ) from error
+        return vars(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Only the functions can have state.
+        functions = self._functions()
+        return replace(self, **{n: copy.deepcopy(value, memo) for n, value in functions.items()})
+
+    def _functions(self) -> dict[str, Any]:
+        values = {
+            declared.name: getattr(self, declared.name) for declared in options_of(type(self))
+        }
+        return {name: value for name, value in values.items() if callable(value)}
+
+    def _check_full_graph(self) -> None:
+        clashing = [
+            declared.name
+            for declared in options_of(type(self))
+            if declared.leaves_calls is not None
+            and declared.leaves_calls(getattr(self, declared.name))
+        ]
+        if clashing:
+            raise OptionError(
+                "lower_full_graph=True leaves nothing to the CPU",
+                got=f"together with {', '.join(clashing)}",
+                remedy="Drop these options, or set lower_full_graph=False",
+            )

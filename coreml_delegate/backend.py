@@ -37,14 +37,10 @@ from coreml_delegate.formats.blob_layout import (
 )
 from coreml_delegate.formats.files import temporary_folder
 from coreml_delegate.lowering import store
-from coreml_delegate.lowering.build import build_files, model_files, result_of
-from coreml_delegate.lowering.convert import Conversion, check_compiler
-from coreml_delegate.lowering.coremltools_options import (
-    check_accepted,
-    linear_config,
-    pass_pipeline,
-)
+from coreml_delegate.lowering.build import build_files, check_accepted, pass_pipeline
+from coreml_delegate.lowering.compression import linear_config
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
+from coreml_delegate.lowering.model_files import Conversion, check_compiler, model_files, result_of
 from coreml_delegate.lowering.multifunction import lower_methods
 from coreml_delegate.options.checks import instance, member
 from coreml_delegate.options.compile_specs import ModelType, Precision, WeightSharing, is_own

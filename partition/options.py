@@ -9,7 +9,7 @@ from typing import Self
 
 from torch.fx import Node
 
-from coreml_delegate.lowering.coremltools_options import check_accepted
+from coreml_delegate.lowering.build import check_accepted
 from coreml_delegate.lowering.multifunction import check_target
 from coreml_delegate.options.compile_specs import Precision, WeightSharing
 from coreml_delegate.options.lowering_options import PartitionerKeywords

@@ -13,9 +13,12 @@ from executorch.exir.passes.remove_graph_asserts_pass import RemoveGraphAssertsP
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import GraphModule, Node
 
+from coreml_delegate.lowering.build import cached_blob, check_translation
+from coreml_delegate.lowering.contract import boundary_shapes
 from coreml_delegate.lowering.delegation_tags import tag_of
-from coreml_delegate.lowering.proof import ConversionProof
+from coreml_delegate.lowering.diagnostics import is_about_the_graph
 from coreml_delegate.lowering.store import CachedBlob
+from coreml_delegate.lowering.trial import CallTrials
 from coreml_delegate.opaque_ops import restore_refused
 from coreml_delegate.opaque_ops.compressed_weights import require_target, unwrap_tensor_subclasses
 from coreml_delegate.opaque_ops.control_flow import Lowered, protect_control_flow, with_constants
@@ -230,10 +233,11 @@ class Partitioning:
         program: In ATen dialect to ask for ops to preserve, in edge dialect to partition.
         options: The partitioner's.
         notes: On the program in ATen dialect.
-        records_constants: See ``ConversionProof``.
+        records_constants: Whether blobs have all constants that fp16 rounds, to measure with.
 
     Attributes:
         compile_options: The compile options of each partition, by tag.
+        blobs: The blobs of the partitions, by tag; ``preprocess`` finds them while referenced.
     """
 
     def __init__(
@@ -249,17 +253,10 @@ class Partitioning:
         self._target = options.compiling.deployment_target
         self._notes = notes
         self._filters = options.filters.with_filter(notes.excluded)
-        self._proof = ConversionProof(
-            program,
-            constants_inside=options.take_over_constant_data,
-            records_constants=records_constants,
-        )
+        self._trials = CallTrials(program, constants_inside=options.take_over_constant_data)
+        self._records_constants = records_constants
         self.compile_options: Mapping[str, CompileOptions] = {}
-
-    @property
-    def blobs(self) -> Mapping[str, CachedBlob]:
-        """The cached blobs of partitions, by tag; ``preprocess`` finds them while referenced."""
-        return self._proof.blobs
+        self.blobs: Mapping[str, CachedBlob] = {}
 
     @_partitioning()
     def ops_to_preserve(self) -> set[OpOverload]:
@@ -327,10 +324,10 @@ class Partitioning:
             confirm=self._confirm,
             prefix=prefix,
         )
-        keep_initial_values(program, self._proof.values)
+        keep_initial_values(program, self._trials.values)
         register_kernels(target_name(node.target) for node in decision.refused)
         self.compile_options = self._options_by_tag(decision.partitions)
-        return describe(program, decision, self._options, self._proof)
+        return describe(program, decision, self._options, self._trials)
 
     def refusals(self, only: Callable[[Node], bool] | None = None) -> dict[Node, Reason]:
         """Return the calls refused by the rules, the user, or a trial, with the reasons.
@@ -343,7 +340,7 @@ class Partitioning:
             self._target,
             filters=self._filters.with_filter(self._notes.in_half),
             wide=self._notes.wide,
-            values=self._proof.values,
+            values=self._trials.values,
             constants_inside=self._options.take_over_constant_data,
             enumerated=self._options.compiling.enumerated_shapes,
         )
@@ -354,17 +351,45 @@ class Partitioning:
             for node in self._program.graph.nodes
             if node.op == "call_function" and node not in refused and (only is None or only(node))
         ]
-        failed = self._proof.untranslatable_calls(accepted, self._target)
+        failed = self._trials.untranslatable(accepted, self._target)
         return {**refused, **refuse_results(failed)}
 
     def _confirm(self, program: ExportedProgram, tags: Sequence[str]) -> Mapping[Node, Reason]:
-        """Return the calls at fault for partitions that do not convert."""
+        """Convert the partitions; return the calls at fault for partitions that do not convert.
+
+        Args:
+            program: The tagged program.
+            tags: Its partitions.
+
+        Raises:
+            OptionError: Coremltools does not take an option.
+            ContractError: See ``boundary_shapes``.
+        """
         check_state_target(program, self._target)
         groups: dict[str, list[Node]] = {tag: [] for tag in tags}
         for node in program.graph.nodes:
             if node.op == "call_function" and tag_of(node) in groups:
                 groups[str(tag_of(node))].append(node)
-        return refuse_results(self._proof.unconvertible_calls(self._options_by_tag(groups)))
+        options_by_tag = self._options_by_tag(groups)
+        reasons: dict[Node, Reason] = {}
+        blobs: dict[str, CachedBlob] = {}
+        for tag, (subgraph, calls) in self._trials.partitions(tags).items():
+            options = options_by_tag[tag]
+            boundary_shapes(subgraph, options)  # raises for every subgraph with such options
+            try:
+                if self._trials.has_all_values:
+                    blobs[tag] = cached_blob(
+                        subgraph, options, records_constants=self._records_constants
+                    )
+                else:
+                    check_translation(subgraph, options)
+            except Exception as error:
+                if not is_about_the_graph(error):
+                    raise
+                reasons |= self._trials.at_fault(subgraph, calls, error, options)
+        # Release the blobs of the last round only now: this round has reused matching blobs.
+        self.blobs = blobs
+        return refuse_results(reasons)
 
     def _options_by_tag(
         self, partitions: Mapping[str, Sequence[Node]]
@@ -379,7 +404,7 @@ class Partitioning:
     def _options_for(self, calls: Sequence[Node], *, has_states: bool) -> CompileOptions:
         options, keep_fp32 = self._options.compiling, self._options.keep_fp32
         is_shared = self._options.shares_weights
-        translated = max((options.oldest_for_compression, *map(self._proof.since, calls)))
+        translated = max((options.oldest_for_compression, *map(self._trials.since, calls)))
         required = required_opset(calls)
         # preprocess determines the target that rules and boundary demand.
         if options.deployment_target is None and (translated > required or is_shared):

@@ -21,8 +21,8 @@ from coreml_delegate.formats.blob import Buffer
 from coreml_delegate.formats.blob_layout import METADATA, ModelMetadata
 from coreml_delegate.formats.fp32_constants import Constants
 from coreml_delegate.lowering.delegation_tags import copy_program, tag_constants
-from coreml_delegate.lowering.proof import real_values
 from coreml_delegate.lowering.store import CachedBlob
+from coreml_delegate.lowering.subgraph import real_values
 from coreml_delegate.partition.report import DelegationReport
 from coreml_delegate.partition.undelegated import decompose_undelegated, require_out_variants
 from coreml_delegate.patches.torch import OpOverload, pytree

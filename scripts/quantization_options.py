@@ -250,24 +250,6 @@ def read_samples(
     return read_calibration(args.calibration, source, limit=limit, image=image)
 
 
-def compile_specs(assignment: QuantizationAssignment | None, **keywords: Any) -> list[Any]:
-    """Return the compile specs for lowering a model, quantized or not.
-
-    Args:
-        assignment: How the model is quantized, or None.
-        keywords: Of ``CoreMLBackend.generate_compile_specs``. Without a deployment target it is the
-            oldest that model and quantization allow.
-    """
-    from coreml_delegate.backend import CoreMLBackend
-    from coreml_delegate.quantization.configs import compile_keywords
-
-    if assignment is not None:
-        keywords |= compile_keywords(assignment.mode)
-        if keywords["minimum_deployment_target"] is None:
-            keywords["minimum_deployment_target"] = assignment.newest.lowering_target
-    return CoreMLBackend.generate_compile_specs(**keywords)
-
-
 def warn_of_float(in_float: Mapping[str, str]) -> None:
     """Warn of the modules that stay in float, with their reasons."""
     listed = [f"{path} ({why})" for path, why in in_float.items()]

@@ -16,9 +16,9 @@ from coreml_delegate.graph.compose import Composer, Var, cast_bool, cast_storage
 from coreml_delegate.graph.fusion import fused_nodes
 from coreml_delegate.graph.node import Node, Scope, Value
 from coreml_delegate.graph.tensor_types import Dim, Dimension, DType, linear
-from coreml_delegate.lowering.build import model_files
-from coreml_delegate.lowering.convert import MilSource, convert_mil
+from coreml_delegate.lowering.build import MilSource, convert_mil
 from coreml_delegate.lowering.debug_handles import NumberedCall, absorb_calls
+from coreml_delegate.lowering.model_files import model_files
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools

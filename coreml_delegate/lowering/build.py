@@ -1,28 +1,32 @@
-"""Lowering of one subgraph to the files of its blob; ``_lower`` has the steps, in order."""
+"""Lowering of one subgraph to the files of its blob; ``_lower`` has the steps, in order.
+
+Only this module calls ``coremltools.convert``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import ctypes
+import gc
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from executorch.exir.backend.backend_details import PreprocessResult
 from torch.export import ExportedProgram
 
+from coreml_delegate import opaque_ops, ops
 from coreml_delegate.dynamic_shapes.symbols import relations_of
-from coreml_delegate.errors import UnsupportedOperatorError
+from coreml_delegate.errors import OptionError, UnsupportedOperatorError, near_matches
 from coreml_delegate.formats import fp32_constants
-from coreml_delegate.formats.blob import Files, flatten
-from coreml_delegate.formats.blob_layout import (
-    COMPILED,
-    DEBUG_INFO,
-    PACKAGE,
-    debug_info_in,
-    identify,
-    in_folder,
-)
-from coreml_delegate.formats.mlpackage import MAIN, WEIGHTS, assemble, locate, map_folder
-from coreml_delegate.lowering import fp16
+from coreml_delegate.formats.blob import Files
+from coreml_delegate.formats.blob_layout import DEBUG_INFO, identify
+from coreml_delegate.formats.files import temporary_folder
+from coreml_delegate.lowering import store
+from coreml_delegate.lowering.compression import compression_passes
 from coreml_delegate.lowering.contract import (
     Boundary,
     boundary_of,
@@ -30,30 +34,37 @@ from coreml_delegate.lowering.contract import (
     fix_sizes,
     name_boundary,
 )
-from coreml_delegate.lowering.convert import (
-    Conversion,
-    compile_package,
-    convert_program,
-    translate,
+from coreml_delegate.lowering.debug_handles import (
+    HANDLE,
+    describe,
+    number_calls,
+    operation_calls,
 )
-from coreml_delegate.lowering.debug_handles import describe, handle_map, number_calls
+from coreml_delegate.lowering.diagnostics import (
+    conversion_errors,
+    filtered_log,
+    is_critical,
+    quiet,
+)
+from coreml_delegate.lowering.fp16 import (
+    fp16_cast,
+    fp16_selector,
+    mark_fp32_calls,
+    remaining_constants,
+)
+from coreml_delegate.lowering.model_files import Conversion, check_compiler, model_files
+from coreml_delegate.lowering.native_parts import native_parts
 from coreml_delegate.lowering.prepare import prepare
-from coreml_delegate.lowering.store import ConversionCacheEntry
-from coreml_delegate.ops import obstacles_in
-from coreml_delegate.ops import required_opset as opset_of_calls
+from coreml_delegate.lowering.store import CachedBlob, ConversionCacheEntry
+from coreml_delegate.mil.passes.for_devices import REWRITES, REWRITES_IN_FP32
+from coreml_delegate.mil.passes.matching import remove_dead_code, rewrite
+from coreml_delegate.ops.call import target_name
+from coreml_delegate.options.compile_specs import ModelType, Precision
 from coreml_delegate.options.lowering_options import CompileOptions
+from coreml_delegate.patches import Patch, coremltools_errors, patched
+from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches.third_party import coremltools
-from coreml_delegate.targets import Opset
-
-_COREMLTOOLS = "com.github.apple.coremltools"
-_MAPPED = 16 * 2**20
-"""Smallest size in bytes of a file that is mapped, not read, until the blob is assembled."""
-
-
-def result_of(files: Files) -> PreprocessResult:
-    """Return ExecuTorch's result for a blob, with the debug handles of its debug info."""
-    handles = handle_map(debug_info_in(files))
-    return PreprocessResult(processed_bytes=flatten(files), debug_handle_map=handles)
+from coreml_delegate.targets import Device, Opset
 
 
 def build_files(
@@ -90,6 +101,28 @@ def build_files(
     return files
 
 
+def cached_blob(
+    program: ExportedProgram, options: CompileOptions, *, records_constants: bool = False
+) -> CachedBlob:
+    """Lower a subgraph for ``CoreMLBackend.preprocess``, which takes the blob from the cache.
+
+    Args:
+        program: As for ``build_files``, also for errors.
+        options: The compile options.
+        records_constants: Whether the record has the constants that fp16 rounds.
+
+    Returns:
+        The record of the blob, which is cached as long as the record is referenced.
+    """
+    record = store.find(program, options)
+    if record is None or (records_constants and record.fp32_constants is None):
+        record = store.keep(program, options)
+        files = build_files(program, options, records_constants=records_constants)
+        record.files, constants = fp32_constants.split(files)
+        record.fp32_constants = constants if records_constants else None
+    return record
+
+
 def _lower(program: ExportedProgram, options: CompileOptions, *, records_constants: bool) -> Files:
     # Check
     boundary = boundary_of(program, options)
@@ -102,7 +135,7 @@ def _lower(program: ExportedProgram, options: CompileOptions, *, records_constan
         options = replace(options, deployment_target=opset if opset > Opset.iOS15 else None)
     # Number calls
     calls = number_calls(program)
-    in_fp32 = fp16.mark_fp32_calls(program, options.keep_fp32)
+    in_fp32 = mark_fp32_calls(program, options.keep_fp32)
     relations = {} if boundary.enumerated else relations_of(program)
     # Prepare
     prepare(program, options.deployment_target, options.device)
@@ -140,7 +173,7 @@ def _check_calls(program: ExportedProgram, target: Opset | None) -> None:
         UnsupportedOperatorError: There are unsupported calls; the message lists all.
     """
     obstacles: dict[str, list[str]] = {}
-    for node, reason in obstacles_in(program, target).items():
+    for node, reason in ops.obstacles_in(program, target).items():
         obstacles.setdefault(str(reason), []).append(node.name)
     if not obstacles:
         return
@@ -157,45 +190,324 @@ def _check_calls(program: ExportedProgram, target: Opset | None) -> None:
 
 def required_opset(program: ExportedProgram, boundary: Boundary) -> Opset:
     """Return the oldest opset that can express a subgraph, including its boundary and states."""
-    return max(opset_of_calls(program.graph.nodes), boundary.opset)
+    return max(ops.required_opset(program.graph.nodes), boundary.opset)
 
 
-def model_files(conversion: Conversion, *, is_declared: bool) -> Files:
-    """Return the files of a converted model, with their paths in a blob.
+# Conversion by coremltools
+
+MilSource = tuple[Any, Mapping[str, Any]]
+"""A program that coremltools converts, and further keywords of ``coremltools.convert``."""
+
+# coremltools keeps global state while it converts.
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def convert_program(
+    program: ExportedProgram,
+    options: CompileOptions,
+    in_fp32: frozenset[int] = frozenset(),
+    *,
+    records_constants: bool = False,
+) -> Generator[Conversion]:
+    """Convert ``program`` inside a temporary directory that is always removed.
 
     Args:
-        conversion: The converted model.
-        is_declared: Whether enumerated shapes were declared after the conversion, so that a
-            compiled model has to be compiled again.
+        program: A whole subgraph, in edge or ATen dialect; it may be modified.
+        options: How to lower.
+        in_fp32: Debug handles of calls that stay in fp32; see ``fp16.mark_fp32_calls``.
+        records_constants: Whether to return all constants that fp16 rounds.
+
+    Raises:
+        OptionError: Coremltools does not accept an option, as an unknown pass or op type.
+        ConversionError: Coremltools failed; the cause is chained.
+        LoweringError: Ahead-of-time compilation is requested, but there is no compiler.
     """
-    if conversion.compiled is not None and not is_declared:
-        return compiled_files(conversion.compiled)
-    parts = locate(map_folder(conversion.package, smallest=_MAPPED))
-    weights = {name.removeprefix(f"{WEIGHTS}/"): data for name, data in parts.weights.items()}
-    metadata = conversion.spec.description.metadata.userDefined
-    _drop_build_details(metadata)
-    if conversion.fp32_constants is not None:
-        fp32_constants.write(metadata, {MAIN: conversion.fp32_constants})
-    # Map entries have no order in protobuf; deterministic serialization sorts them.
-    spec = conversion.spec.SerializeToString(deterministic=True)
-    package = assemble(spec, weights)
-    if conversion.compiled is None:
-        return in_folder(PACKAGE, package)
-    with compile_package(package) as path:
-        return compiled_files(path)
+    if options.model_type is ModelType.COMPILED_MODEL:
+        check_compiler()
+    with temporary_folder() as folder:
+        yield _convert(
+            lambda: (program, {}),
+            options,
+            in_fp32,
+            folder,
+            natural_lookups=_natural_lookups(program),
+            records_constants=records_constants,
+        )
 
 
-def _drop_build_details(metadata: MutableMapping[str, str]) -> None:
-    """Remove the conversion date and torch's build (``+cpu`` in ``2.13.0+cpu``) from metadata.
+def _natural_lookups(program: ExportedProgram) -> frozenset[int]:
+    """Return the debug handles of lookups whose indices PyTorch refuses if negative."""
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    records = ((node, ops.record_of(target_name(node.target))) for node in calls)
+    naturals = (node for node, record in records if record and record.natural_indices)
+    return frozenset(node.meta[HANDLE] for node in naturals if HANDLE in node.meta)
 
-    They would make the bytes, and thus the identifiers, of equal models differ.
+
+@contextmanager
+def convert_mil(
+    build: Callable[[], MilSource],
+    options: CompileOptions,
+    in_fp32: frozenset[int] = frozenset(),
+    *,
+    records_constants: bool = False,
+) -> Generator[Conversion]:
+    """Convert a MIL program inside a temporary directory that is always removed.
+
+    Args:
+        build: Returns the program, made with coremltools' builder, and keywords of
+            ``coremltools.convert`` such as ``inputs``. Called under the lock of coremltools' state.
+        options: How to lower.
+        in_fp32: Numbers of calls that stay in fp32; see ``debug_handles.numbered``.
+        records_constants: Whether to return all constants that fp16 rounds.
+
+    Raises:
+        ConversionError: As ``convert_program``.
+        LoweringError: As ``convert_program``.
     """
-    metadata.pop(f"{_COREMLTOOLS}.conversion_date", None)
-    source = f"{_COREMLTOOLS}.source"
-    if source in metadata:
-        metadata[source] = metadata[source].partition("+")[0]
+    with temporary_folder() as folder:
+        yield _convert(
+            build,
+            options,
+            in_fp32,
+            folder,
+            source="milinternal",
+            records_constants=records_constants,
+        )
 
 
-def compiled_files(folder: Path) -> Files:
-    """Return the files of a compiled model; the folder may be removed afterwards."""
-    return in_folder(COMPILED, map_folder(folder, smallest=_MAPPED))
+def translate(program: ExportedProgram, target: Opset | None) -> None:
+    """Translate ``program`` to MIL by coremltools, without passes and without saving.
+
+    This is much cheaper than a conversion, and nearly all failing conversions fail here.
+
+    Args:
+        program: As for ``convert_program``, but constants may be zeros of their shape and dtype.
+        target: Opset to translate to, or None for the oldest.
+
+    Raises:
+        ConversionError: Coremltools failed; the cause is chained.
+    """
+    ct = coremltools()
+    with (
+        _LOCK,
+        quiet(),
+        filtered_log(is_critical),
+        patched(*_process_state()),
+        conversion_errors(),
+    ):
+        ct.convert(
+            program,
+            source="pytorch",
+            convert_to="milinternal",
+            minimum_deployment_target=None if target is None else ct.target(int(target)),
+            pass_pipeline=ct.PassPipeline.EMPTY,
+        )
+
+
+def _process_state() -> tuple[Patch, ...]:
+    """Return patches that keep a conversion from changing coremltools' process-wide state."""
+    translations = {**ops.translations(), **opaque_ops.TRANSLATIONS}
+    return (
+        *coremltools_patches.own_names(),
+        *coremltools_patches.with_translations(translations),
+    )
+
+
+def _convert(
+    build: Callable[[], MilSource],
+    options: CompileOptions,
+    in_fp32: frozenset[int],
+    folder: Path,
+    *,
+    records_constants: bool,
+    natural_lookups: frozenset[int] = frozenset(),
+    source: str = "pytorch",
+) -> Conversion:
+    ct = coremltools()
+    keywords = {**_keywords(ct, options, in_fp32), "source": source}
+    compression = compression_passes(ct, options)
+    rewrites = () if options.device is None else REWRITES_IN_FP32[options.device]
+    with (
+        _LOCK,
+        quiet(),
+        patched(
+            coremltools_patches.TEMPORARY_FOLDER.with_state(str(folder)),
+            *_process_state(),
+        ),
+    ):
+        with (
+            conversion_errors(source),
+            fp16_cast(rewrites, records_all=records_constants) as recorded,
+            native_parts(),
+            patched(
+                *coremltools_errors.WORKAROUNDS,
+                *coremltools_patches.faster(),
+                coremltools_patches.GUARD_INDICES.with_state(natural_lookups),
+                *_device_rewrites(options.device),
+            ),
+            _collecting_new_objects_only(),
+        ):
+            program, inputs = build()
+            package_path = str(folder / "converted.mlpackage")
+            model = ct.convert(program, package_dir=package_path, **keywords, **inputs)
+            del program
+            # Before compression, which creates a new model without handles.
+            mil_program = coremltools_patches.mil_program(model)
+            calls = operation_calls(mil_program)
+            is_fp16 = options.precision is Precision.FLOAT16
+            constants = remaining_constants(mil_program, recorded) if is_fp16 else None
+            del mil_program
+            for compress in compression:
+                gc.collect()
+                model = compress(model)
+            compiled = None
+            if options.model_type is ModelType.COMPILED_MODEL:
+                # coremltools removes its compiled model with the object.
+                compiled = shutil.copytree(
+                    model.get_compiled_model_path(), folder / "converted.mlmodelc"
+                )
+            # coremltools 9.1 removes the package of a compressed model with the object.
+            package = Path(model.package_path).rename(folder / "model.mlpackage")
+            conversion = Conversion(model.get_spec(), package, compiled, calls, constants)
+            # The MIL program holds the weights, and itself in cycles.
+            del model
+            gc.collect()
+            _return_freed_memory()
+        return conversion
+
+
+def _device_rewrites(device: Device | None) -> tuple[Patch, ...]:
+    """Return the patch that rewrites a program for a device at the end of a conversion."""
+    if device is None:
+        return ()
+
+    def shape(program: Any) -> None:
+        rewrite(program, REWRITES[device])
+        remove_dead_code(program)
+
+    return (coremltools_patches.BEFORE_NAMES.with_state(shape),)
+
+
+def _return_freed_memory() -> None:
+    """Return freed memory of constants to the system.
+
+    Glibc retains freed blocks of up to 32 MB, which most weights are: 0.17 GB after two methods of
+    a language model of 88 million parameters. Other allocators are not touched.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:  # other C libraries lack it
+            trim(0)
+
+
+@contextmanager
+def _collecting_new_objects_only() -> Generator[None]:
+    """Exclude existing objects from garbage collection.
+
+    A full collection takes twice as long as the conversion of a small network, because of the
+    objects of torch and ExecuTorch; coremltools collects once per conversion.
+    """
+    if gc.get_freeze_count():  # unfreezing would undo the caller's freeze
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+# Options of coremltools
+
+# With fp16 this pass narrows integers in gather, squeeze and top-k to 16 bits, signed or unsigned,
+# for any values: apple/coremltools#2222, apple/coremltools#2626.
+_EXCLUDED_PASSES = {"common::add_int16_cast"}
+
+
+def _keywords(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> dict[str, Any]:
+    """Return the keywords for ``coremltools.convert``.
+
+    Args:
+        ct: Coremltools.
+        options: How to lower.
+        in_fp32: Debug handles of the calls that stay in fp32.
+
+    Raises:
+        OptionError: Coremltools does not know a graph pass or MIL op; or precision is ``auto``.
+    """
+    if options.precision is Precision.AUTO:
+        raise OptionError(
+            "precision auto is chosen by a measurement before a program is lowered",
+            remedy="Lower with to_edge_transform_and_lower and CoreMLPartitioner, or choose "
+            "float16 or float32",
+        )
+    target = options.deployment_target
+    return {
+        "source": "pytorch",
+        "convert_to": "mlprogram",
+        "minimum_deployment_target": None if target is None else ct.target(int(target)),
+        "compute_units": ct.ComputeUnit[options.compute_unit.name],
+        "pass_pipeline": _pipeline(ct, options),
+        "compute_precision": _precision(ct, options, in_fp32),
+        # Ahead-of-time compilation needs loading, which is only possible with Core ML.
+        "skip_model_load": options.model_type is not ModelType.COMPILED_MODEL,
+    }
+
+
+def _precision(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> Any:
+    """Return coremltools' precision, or its fp16 transform if ops stay in fp32."""
+    keep = options.keep_fp32
+    is_fp32 = options.precision is Precision.FLOAT32
+    if is_fp32 or not (keep.ops or in_fp32):
+        return ct.precision.FLOAT32 if is_fp32 else ct.precision.FLOAT16
+    from coremltools.converters.mil.mil.ops.registry import SSAOpRegistry
+
+    core_ops = SSAOpRegistry.core_ops
+    for name in keep.ops:
+        if name not in core_ops:
+            raise OptionError(
+                "keep_fp32 names an unknown MIL op",
+                got=repr(name),
+                expected=near_matches(name, core_ops, ""),
+            )
+    return ct.transform.FP16ComputePrecision(op_selector=fp16_selector(keep, in_fp32))
+
+
+def _pipeline(ct: Any, options: CompileOptions) -> Any:
+    if options.pass_names is not None:
+        return pass_pipeline(options.pass_names)
+    pipeline = ct.PassPipeline.DEFAULT
+    pipeline.remove_passes(_EXCLUDED_PASSES)
+    return pipeline
+
+
+def pass_pipeline(pass_names: Sequence[str]) -> Any:
+    """Return coremltools' ``PassPipeline`` with these passes.
+
+    Raises:
+        OptionError: A pass is unknown.
+    """
+    ct = coremltools()
+    passes = ct.converters.mil.mil.passes.pass_registry.PASS_REGISTRY.passes
+    for name in pass_names:
+        if name not in passes:
+            raise OptionError(
+                "unknown coremltools pass",
+                got=repr(name),
+                expected=near_matches(name, passes, ""),
+            )
+    return ct.PassPipeline(list(pass_names), pipeline_name="coreml_delegate")
+
+
+def check_accepted(options: CompileOptions) -> None:
+    """Check that coremltools accepts the options.
+
+    Raises:
+        OptionError: Coremltools does not know a graph pass or MIL op, or does not take a
+            compression of weights.
+    """
+    ct = coremltools()
+    _pipeline(ct, options)
+    _precision(ct, options, frozenset())
+    compression_passes(ct, options)

@@ -1,9 +1,8 @@
 """The cast of a program to fp16: what stays in fp32, and which constants are lost.
 
 **Calls that stay in fp32.** coremltools decides per op by a callback. An op is mapped to its call
-by its debug handle, so every such call gets a distinct handle. Before the cast, the pass
-``mil.passes.fp16_range`` keeps the values of the other ops in range, and
-``mil.passes.fp32_islands`` finds further ops that stay in fp32.
+by its debug handle, so every such call gets a distinct handle. ``mil.passes.fp16_range.guard_fp16``
+keeps the values of the other ops in range, and finds further ops that stay in fp32.
 
 **Constants that fp16 rounds** are recorded in fp32: see ``formats.fp32_constants``.
 """
@@ -21,20 +20,12 @@ from torch.fx import Node
 from coreml_delegate.exported.module_scope import ModulePattern, scopes_of
 from coreml_delegate.formats.fp32_constants import Constants, as_lost, is_rounded
 from coreml_delegate.lowering.debug_handles import HANDLE
-from coreml_delegate.mil.passes.fp16_range import keep_in_fp16_range
-from coreml_delegate.mil.passes.fp32_islands import ops_in_fp32
-from coreml_delegate.mil.passes.matching import (
-    Rewrite,
-    Selector,
-    is_fp32,
-    made_by,
-    rewrite,
-    variables,
-)
+from coreml_delegate.mil.passes.fp16_range import guard_fp16
+from coreml_delegate.mil.passes.fp32_islands import overflows
+from coreml_delegate.mil.passes.matching import Rewrite, Selector, rewrite
 from coreml_delegate.options.compile_specs import KeepFp32
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches import patched
-from coreml_delegate.patches.third_party import coremltools
 
 # Calls that stay in fp32
 
@@ -83,25 +74,6 @@ def _is_covered(node: Node, patterns: Iterable[ModulePattern]) -> bool:
 
 # Constants that fp16 rounds
 
-_FP16_MAX = float(np.finfo(np.float16).max)
-_CHUNK = 2**20  # elements of a constant that are examined at once
-
-
-def overflows(op: Any) -> bool:
-    """Return whether a MIL op has a constant with finite values beyond fp16."""
-    constants = (var for var in variables(op) if is_fp32(var) and made_by(var, "const"))
-    return any(_exceeds_fp16(np.asarray(var.op.val.val)) for var in constants)
-
-
-def _exceeds_fp16(values: np.ndarray[Any, Any]) -> bool:
-    # Buffered, because a constant may be transposed, and flattening it would copy it.
-    flags: Any = ["external_loop", "buffered", "zerosize_ok"]
-    for chunk in np.nditer(values, flags=flags, order="K", buffersize=_CHUNK):
-        magnitudes = np.abs(chunk)
-        if ((magnitudes > _FP16_MAX) & (magnitudes < coremltools_patches.INFINITE_FROM)).any():
-            return True
-    return False
-
 
 @contextmanager
 def fp16_cast(
@@ -121,7 +93,7 @@ def fp16_cast(
 
     def guard(program: Any, may_cast: Selector) -> Selector:
         rewrite(program, rewrites)
-        return _guard(program, may_cast)
+        return guard_fp16(program, may_cast)
 
     def record(program: Any) -> None:
         for op in _operations(program):
@@ -138,20 +110,6 @@ def fp16_cast(
         coremltools_patches.OVERFLOW_CHECK.with_state(overflows),
     ):
         yield recorded
-
-
-def _guard(program: Any, may_cast: Selector) -> Selector:
-    """Rewrite what fp16 would lose, and return the selector without the ops that stay in fp32."""
-    keep_in_fp16_range(program, may_cast)
-    remove_dead_code(program)  # what the rewrites have replaced
-    in_fp32 = ops_in_fp32(program, may_cast)
-    return lambda op: op not in in_fp32 and may_cast(op)
-
-
-def remove_dead_code(program: Any) -> None:
-    """Remove the ops of a MIL program whose results nothing reads."""
-    passes = coremltools().converters.mil.mil.passes.pass_registry.PASS_REGISTRY
-    passes["common::dead_code_elimination"](program)
 
 
 def remaining_constants(program: Any, recorded: Mapping[str, np.ndarray[Any, Any]]) -> Constants:

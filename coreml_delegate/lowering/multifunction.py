@@ -36,16 +36,16 @@ from coreml_delegate.formats.blob_layout import (
     in_folder,
 )
 from coreml_delegate.lowering import debug_handles, store
-from coreml_delegate.lowering.build import (
-    build_files,
-    compiled_files,
-    required_opset,
-    result_of,
-)
+from coreml_delegate.lowering.build import build_files, required_opset
 from coreml_delegate.lowering.contract import boundary_of
-from coreml_delegate.lowering.convert import check_compiler, compile_package
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.lowering.merging import FunctionModel, merge
+from coreml_delegate.lowering.model_files import (
+    check_compiler,
+    compile_package,
+    compiled_files,
+    result_of,
+)
 from coreml_delegate.lowering.store import Outcome, Sharing
 from coreml_delegate.ops.constants import state_value
 from coreml_delegate.options.compile_specs import ModelType, WeightSharing

@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 
 from coreml_delegate.ops.call import GETITEM, overload_of, target_name
 from coreml_delegate.ops.sizes import is_size
-from coreml_delegate.patches.torch import FakeTensor, load_verifier, pytree
+from coreml_delegate.patches.torch import FakeTensor, load_verifier, pytree, real_by_fake
 
 
 def program_of(
@@ -196,3 +196,30 @@ class _Builder:
         else:
             spec = InputSpec(InputKind.USER_INPUT, SymIntArgument(node.name), None)
         self._inputs.append(spec)
+
+
+def real_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the real tensors that fake tensors were made from, as far as they still exist.
+
+    ``to_backend`` makes the fake state of a program from its real state, and torch's fake mode maps
+    each real tensor to its fake tensor, by weak references. Without them, values are missing.
+
+    Args:
+        tensors: By name; real tensors are returned unchanged.
+
+    Returns:
+        Real tensors by the same names, without missing tensors.
+    """
+    real_tensors: dict[str, torch.Tensor] = {}
+    modes: dict[int, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, FakeTensor):
+            real_tensors[name] = tensor
+            continue
+        mode = tensor.fake_mode
+        if id(mode) not in modes:
+            modes[id(mode)] = real_by_fake(mode)
+        real = modes[id(mode)].get(id(tensor))
+        if real is not None and real.shape == tensor.shape and real.dtype == tensor.dtype:
+            real_tensors[name] = real
+    return real_tensors

@@ -2,6 +2,9 @@
 
 Every distinct signature (op, dtypes, shapes, arguments) is translated once, many per program,
 without weights. Verdicts are cached in memory and on disk.
+
+A partition whose calls were all translated may fail to convert. The call at fault is the call that
+coremltools names, or the last call of the shortest prefix of the partition that fails.
 """
 
 from __future__ import annotations
@@ -17,12 +20,17 @@ from torch.fx import Node
 
 from coreml_delegate.errors import ConversionError
 from coreml_delegate.formats.caches import cache_folder
-from coreml_delegate.lowering.convert import is_about_the_graph, translate
+from coreml_delegate.lowering.build import build_files, check_translation, translate
+from coreml_delegate.lowering.delegation_tags import cut_partitions, tag_of
+from coreml_delegate.lowering.diagnostics import is_about_the_graph
 from coreml_delegate.lowering.prepare import prepare
 from coreml_delegate.lowering.store import digest, keep_verdicts, read_verdicts
-from coreml_delegate.lowering.subgraph import call_of, program_of
-from coreml_delegate.ops import Reason, ReasonCode, required_opset
-from coreml_delegate.ops.call import OpCall, target_name
+from coreml_delegate.lowering.subgraph import call_of, program_of, real_values, without_memory
+from coreml_delegate.ops import Reason, ReasonCode, record_of, required_opset
+from coreml_delegate.ops.call import GETITEM, OpCall, target_name
+from coreml_delegate.ops.constants import is_derived, stored_constants
+from coreml_delegate.options.lowering_options import CompileOptions
+from coreml_delegate.patches.torch import FakeTensor
 from coreml_delegate.targets import Opset
 
 logger = logging.getLogger(__name__)
@@ -87,14 +95,6 @@ class Trials:
 
 TRIALS = Trials()
 """The verdicts of this process."""
-
-
-def reason_of(call: Node, verdict: Verdict) -> Reason:
-    """Return the reason not to delegate a call whose trial failed."""
-    return Reason(
-        ReasonCode.CONVERSION,
-        f"coremltools fails to convert this call of {target_name(call.target)}: {verdict.error}",
-    )
 
 
 # Trying
@@ -191,6 +191,142 @@ def message_of(error: Exception) -> str:
     """Return coremltools' message about a failed conversion."""
     got = error.got if isinstance(error, ConversionError) else None
     return got or str(error) or type(error).__name__
+
+
+# Trials of one program
+
+
+class CallTrials:
+    """The trials of one program's calls.
+
+    Args:
+        program: In ATen or edge dialect; its parameters and buffers may be fake.
+        constants_inside: Whether the Core ML model has the program's constants.
+
+    Attributes:
+        values: Real values of parameters and buffers by name, as far as they are at hand.
+    """
+
+    def __init__(self, program: ExportedProgram, *, constants_inside: bool = True) -> None:
+        self.values: Mapping[str, torch.Tensor] = real_values(program.state_dict)
+        self._program = program
+        self._constants = {
+            node: without_memory(self.values.get(key, node.meta["val"] if value is None else value))
+            for node, key, value in (stored_constants(program) if constants_inside else ())
+        }
+        # A single call takes dequantized weights as constants of floats.
+        self._float_constants = self._constants | {
+            node: without_memory(node.meta["val"])
+            for node in program.graph.nodes
+            if node.op == "call_function" and is_derived(node, self._constants)
+        }
+        self._since: dict[Node, Opset] = {}
+
+    def untranslatable(self, calls: Iterable[Node], target: Opset | None) -> dict[Node, Reason]:
+        """Return the calls that coremltools fails to translate one by one, with the reasons.
+
+        Args:
+            calls: Accepted by the rules.
+            target: Opset of the deployment target; None if any may be demanded.
+        """
+        candidates = [
+            c for c in calls if c not in self._float_constants and _can_be_translated_alone(c)
+        ]
+        verdicts = TRIALS.verdicts(candidates, self._program, self._float_constants, target)
+        self._since.update((call, v.since) for call, v in verdicts.items() if v.since is not None)
+        return {
+            call: Reason(
+                ReasonCode.CONVERSION,
+                f"coremltools fails to convert this call of {target_name(call.target)}: {v.error}",
+            )
+            for call, v in verdicts.items()
+            if v.since is None
+        }
+
+    def since(self, call: Node) -> Opset:
+        """Return the oldest opset at which a call was translated."""
+        return self._since.get(call, Opset.iOS15)
+
+    @property
+    def has_all_values(self) -> bool:
+        """Whether partitions can be converted; without values, they are only translated."""
+        return not any(
+            isinstance(self.values.get(key, value), FakeTensor)
+            for key, value in self._program.state_dict.items()
+        )
+
+    def partitions(self, tags: Sequence[str]) -> dict[str, tuple[ExportedProgram, dict[str, Node]]]:
+        """Return the partitions of the tagged program, with their calls in it by name."""
+        nodes = {node.name: node for node in self._program.graph.nodes}
+        subgraphs = cut_partitions(
+            self._program, tags, self.values, constants_inside=bool(self._constants)
+        )
+        # Without placeholders, which have the names of calls outside of the partition.
+        return {
+            tag: (
+                subgraph,
+                {
+                    node.name: nodes[node.name]
+                    for node in subgraph.graph.nodes
+                    if node.op == "call_function" and node.name in nodes
+                },
+            )
+            for tag, subgraph in subgraphs.items()
+        }
+
+    def at_fault(
+        self,
+        partition: ExportedProgram,
+        calls: Mapping[str, Node],
+        error: Exception,
+        options: CompileOptions,
+    ) -> dict[Node, Reason]:
+        """Return the calls at fault for a partition that does not convert, at least one.
+
+        Args:
+            partition: As the conversion has left it.
+            calls: Its calls in the program, by name.
+            error: The error of the conversion.
+            options: Its compile options.
+        """
+        blamed = blamed_call(partition, calls, error)
+        blamed_calls = self._search(list(calls.values()), options) if blamed is None else [blamed]
+        names = ", ".join(node.name for node in blamed_calls)
+        logger.info("a partition does not convert because of %s: %s", names, error)
+        text = f"the partition does not convert with it: {message_of(error)}"
+        return {node: Reason(ReasonCode.CONVERSION, text) for node in blamed_calls}
+
+    def _search(self, calls: Sequence[Node], options: CompileOptions) -> list[Node]:
+        """Return the calls at fault for a partition whose error names no call."""
+        low, high = 0, len(calls)
+        if not self._fails(calls, options):
+            # Only the partition as cut fails, by its boundary: all calls are equally at fault.
+            return list(calls)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fails(calls[:middle], options):
+                high = middle
+            else:
+                low = middle
+        return [call_of(calls[high - 1])]
+
+    def _fails(self, calls: Sequence[Node], options: CompileOptions) -> bool:
+        constants = {node: value for node, value in self._constants.items() if tag_of(node)}
+        subprogram, _ = program_of(calls, self._program, constants=constants)
+        lower = build_files if self.has_all_values else check_translation
+        try:
+            lower(subprogram, options)
+        except Exception as error:
+            if not is_about_the_graph(error):
+                raise
+            return True
+        return False
+
+
+def _can_be_translated_alone(call: Node) -> bool:
+    name = target_name(call.target)
+    record = record_of(name)
+    return name != GETITEM and (record is None or record.standalone)
 
 
 # Signatures

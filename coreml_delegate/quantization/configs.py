@@ -16,6 +16,7 @@ from coreml_delegate.options.weight_compression import (
 from coreml_delegate.patches.third_party import coremltools, quiet_import
 from coreml_delegate.quantization.assignment import QuantizationAssignment, path_pattern
 from coreml_delegate.quantization.modes import Method, QuantizationMode
+from coreml_delegate.targets import Opset
 
 FULL = -1
 """The full dimension in a block size of torchao."""
@@ -84,15 +85,24 @@ def torchao_config(mode: QuantizationMode, *, block_size: list[int] | None = Non
     )
 
 
-def compile_keywords(mode: QuantizationMode) -> dict[str, Any]:
-    """Return the mode's keywords for ``CoreMLBackend.generate_compile_specs``."""
+def compile_keywords(assignment: QuantizationAssignment, target: Opset | None) -> dict[str, Any]:
+    """Return the keywords of ``CoreMLBackend.generate_compile_specs`` that a quantization sets.
+
+    Args:
+        assignment: How the model is quantized.
+        target: The user's deployment target; None for the oldest that the quantization allows.
+    """
+    mode = assignment.mode
+    keywords: dict[str, Any] = {
+        "minimum_deployment_target": target or assignment.newest.lowering_target
+    }
     if mode.method is not Method.CONVERSION:
-        return {}
+        return keywords
     if mode.codebook:
         stage = {"config_type": PALETTE, "global_config": {"mode": "kmeans", "nbits": mode.bits}}
     else:
         stage = {"config_type": MAGNITUDE, "global_config": {"target_sparsity": mode.sparsity}}
-    return {OPTION: stage}
+    return {**keywords, OPTION: stage}
 
 
 def neural_engine_stage(mode: QuantizationMode) -> Stage:

@@ -23,7 +23,7 @@ from coreml_delegate.lowering.contract import (
 )
 from coreml_delegate.lowering.debug_handles import HANDLE
 from coreml_delegate.lowering.delegation_tags import tag_of
-from coreml_delegate.lowering.proof import ConversionProof
+from coreml_delegate.lowering.trial import CallTrials
 from coreml_delegate.ops import Reason, ReasonCode, flops_of, record_of, required_opset
 from coreml_delegate.ops.call import OpCall, target_name
 from coreml_delegate.ops.constants import noted_folds, stored_nodes
@@ -65,7 +65,7 @@ def describe(
     program: ExportedProgram,
     decision: Decision,
     options: PartitionerOptions,
-    proof: ConversionProof,
+    trials: CallTrials,
 ) -> DelegationReport:
     """Return the report on a program.
 
@@ -73,14 +73,14 @@ def describe(
         program: In edge dialect, tagged, data included.
         decision: Its partitions and refused calls.
         options: The partitioner's.
-        proof: The proof that has converted the partitions.
+        trials: The trials of its calls.
     """
     constants = stored_nodes(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     partitions = _Partitions(
         program,
         options,
-        proof,
+        trials,
         inside=constants if options.take_over_constant_data else frozenset(),
         states=states_by_tag(program),
     )
@@ -94,7 +94,7 @@ def describe(
             _total_bytes(n for n in constants if any(tag_of(user) for user in n.users)),
             _total_bytes(n for n in constants if n.users),
         ),
-        buffers=tuple(_buffers(program, proof.values, options)),
+        buffers=tuple(_buffers(program, trials.values, options)),
         folds=tuple(FoldReport(n, *noted) for n, noted in sorted(noted_folds(calls).items())),
     )
 
@@ -179,7 +179,7 @@ class _Partitions:
 
     program: ExportedProgram
     options: PartitionerOptions
-    proof: ConversionProof
+    trials: CallTrials
     inside: Collection[Node]
     states: Mapping[str, Mapping[Node, Node]]
 
@@ -250,7 +250,7 @@ class _Partitions:
         compiling = self.options.compiling
         if compiling.deployment_target is not None:
             return compiling.deployment_target, (_REQUESTED,)
-        demands = [(_describe_op(n), max(self.proof.since(n), required_opset([n]))) for n in calls]
+        demands = [(_describe_op(n), max(self.trials.since(n), required_opset([n]))) for n in calls]
         demands += [
             (cause, SEVERAL_INPUTS_OPSET if cause == _SEVERAL_SHAPES else STATE_OPSET)
             for cause, is_present in properties.items()

@@ -373,10 +373,12 @@ def _partitioner(
 ) -> CoreMLPartitioner:
     from coreml_delegate.backend import CoreMLBackend
     from coreml_delegate.partition import CoreMLPartitioner
+    from coreml_delegate.quantization.configs import compile_keywords
 
-    specs = quantization_options.compile_specs(
-        assignment, **arguments.keywords_of(args, CompileOptions)
-    )
+    compiling = arguments.keywords_of(args, CompileOptions)
+    if assignment is not None:
+        compiling |= compile_keywords(assignment, args.deployment_target)
+    specs = CompileOptions.from_keywords(**compiling).to_specs()
     if source is not None and args.enumerated_shapes:
         program = source.export()
         shapes = flexible_shapes.enumerated(args.enumerated_shapes)

@@ -14,11 +14,12 @@ from typing import Any
 
 from coreml_delegate.exported.source_model import SourceModel
 from coreml_delegate.formats.files import new_file
-from coreml_delegate.options.compile_specs import Precision
+from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition import CoreMLPartitioner, DelegationReport
 from coreml_delegate.partition.export import export_model, lower_methods
 from coreml_delegate.quantization import QuantizationAssignment
 from coreml_delegate.quantization.apply import quantize_model
+from coreml_delegate.quantization.configs import compile_keywords
 from coreml_delegate.runtime import EngineOptions, load
 from coreml_delegate.scripts.arguments import SAMPLES
 from coreml_delegate.scripts.inputs.data_sets import DataSet, Sample, read_calibration
@@ -27,7 +28,6 @@ from coreml_delegate.scripts.inputs.random_tensors import generator, resampled
 from coreml_delegate.scripts.inputs.source import load_source
 from coreml_delegate.scripts.model_comparison import compare
 from coreml_delegate.scripts.program_arguments import median_latency
-from coreml_delegate.scripts.quantization_options import compile_specs
 from coreml_delegate.scripts.sweeping.contents import machine
 from coreml_delegate.scripts.sweeping.jobs import AUTO, Job, Model
 from coreml_delegate.scripts.sweeping.sweep_file import assignment_of
@@ -115,13 +115,15 @@ def _lower(
         )
         quantized = quantize_model(source, assignment, samples)
         source, in_float = quantized.source, quantized.in_float
-    partitioner = CoreMLPartitioner(
-        compile_specs=compile_specs(
-            assignment,
-            compute_precision=Precision(job.options.precision),
-            minimum_deployment_target=job.options.opset,
-        )
-    )
+    target = job.options.opset
+    compiling: dict[str, Any] = {
+        "compute_precision": job.options.precision,
+        "minimum_deployment_target": target,
+    }
+    if assignment is not None:
+        compiling |= compile_keywords(assignment, target)
+    specs = CompileOptions.from_keywords(**compiling).to_specs()
+    partitioner = CoreMLPartitioner(compile_specs=specs)
     lowered = lower_methods({"forward": export_model(source)}, partitioner)
     with new_file(program) as file:
         lowered.write_to_file(file)

@@ -25,8 +25,7 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
 from coreml_delegate.lowering import store
-from coreml_delegate.lowering.proof import ConversionProof
-from coreml_delegate.lowering.trial import TRIALS, Trials
+from coreml_delegate.lowering.trial import TRIALS, CallTrials, Trials
 from coreml_delegate.ops import ReasonCode
 from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
@@ -243,8 +242,8 @@ def test_calls_outside_are_not_blamed_for_a_partition_that_fails(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sigmoid(torch.tanh(torch.asinh(x)) * 2.0)
 
-    confirm = _at_most(5, ConversionProof.unconvertible_calls)
-    monkeypatch.setattr(ConversionProof, "unconvertible_calls", confirm)
+    confirm = _at_most(5, CallTrials.partitions)
+    monkeypatch.setattr(CallTrials, "partitions", confirm)
     for op in ("aten.asinh", "aten.tanh"):
         fail_as_a_whole(monkeypatch, op)
     lowered = lower(BehindTheCpu(), INPUTS, skip_ops_for_coreml_delegation=["aten.asinh.default"])
@@ -264,7 +263,7 @@ def _at_most(times: int, function: Callable[..., object]) -> Callable[..., objec
 
 
 def test_partitions_without_values_are_only_translated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coreml_delegate.lowering.proof.real_values", lambda state: {})
+    monkeypatch.setattr("coreml_delegate.lowering.trial.real_values", lambda state: {})
     counts = counted(monkeypatch)
     module = Network(supported=True)
     lowered = lower(module, INPUTS)

@@ -232,7 +232,8 @@ mine = copy.deepcopy(edge)
 theirs = CoreMLBackend.preprocess(edge, []).debug_handle_map
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
 from coreml_delegate.options.lowering_options import CompileOptions
-from coreml_delegate.lowering.build import build_files, result_of
+from coreml_delegate.lowering.build import build_files
+from coreml_delegate.lowering.model_files import result_of
 handles = handles_of(mine)
 ours = result_of(with_handles(build_files(mine, CompileOptions()), handles)).debug_handle_map
 print(json.dumps([theirs, ours]))

@@ -28,8 +28,9 @@ from coreml_delegate.errors import (
 )
 from coreml_delegate.formats.blob import unflatten
 from coreml_delegate.formats.blob_layout import METADATA, ModelMetadata
-from coreml_delegate.lowering import convert
+from coreml_delegate.lowering import build
 from coreml_delegate.lowering.contract import BOUNDARY_DTYPES, boundary_of, check_program
+from coreml_delegate.lowering.model_files import Conversion
 from coreml_delegate.options.compile_specs import ModelType, Precision
 from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
@@ -229,15 +230,15 @@ def test_models_without_inputs_need_ios18() -> None:
     ],
 )
 def test_converted_models_that_break_the_contract_are_refused(break_it: Any, message: str) -> None:
-    intact = convert._convert
+    intact = build._convert
 
-    def broken(*args: Any, **keywords: Any) -> convert.Conversion:
+    def broken(*args: Any, **keywords: Any) -> Conversion:
         conversion = intact(*args, **keywords)
         break_it(conversion.spec.description)
         return conversion
 
     with (
-        mock.patch.object(convert, "_convert", broken),
+        mock.patch.object(build, "_convert", broken),
         pytest.raises(ContractError, match=message),
     ):
         build_blob(linear(), FP32)

@@ -225,7 +225,7 @@ def test_numbers_beyond_int32_keep_dependent_calls_on_the_cpu(
     at_hand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_hand:
-        monkeypatch.setattr("coreml_delegate.lowering.proof.real_values", lambda _: {})
+        monkeypatch.setattr("coreml_delegate.lowering.trial.real_values", lambda _: {})
     module = Function(lambda x: torch.relu((x + 2**32 + 1).float()) * 2.0)
     inputs = (torch.tensor([-5, 7]),)
     lowered = lower(module, inputs)

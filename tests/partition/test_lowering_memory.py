@@ -26,9 +26,9 @@ from coreml_delegate.formats import blob
 from coreml_delegate.formats.blob import Pieces, chunks_of, flatten, size_of, unflatten
 from coreml_delegate.formats.files import write_folder
 from coreml_delegate.formats.mlpackage import map_folder
-from coreml_delegate.lowering import build
+from coreml_delegate.lowering import build, model_files
 from coreml_delegate.lowering.debug_handles import handles_of, with_handles
-from coreml_delegate.lowering.fp16 import overflows
+from coreml_delegate.mil.passes.fp32_islands import overflows
 from coreml_delegate.options.lowering_options import CompileOptions
 
 
@@ -161,7 +161,7 @@ def _programs() -> list[Program]:
 
 def test_large_files_stay_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = build_blob(program(), CompileOptions())
-    monkeypatch.setattr(build, "_MAPPED", 64)
+    monkeypatch.setattr(model_files, "_MAPPED", 64)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     files = build.build_files(program(), CompileOptions())
     assert not list(tmp_path.iterdir())

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 
 from coreml_delegate import CoreMLBackend, CoreMLPartitioner, backend, runtime
 from coreml_delegate.errors import InputError, OptionError, PrecisionError
-from coreml_delegate.lowering import proof
+from coreml_delegate.lowering import build
 from coreml_delegate.lowering.build import build_files
 from coreml_delegate.options.compile_specs import Precision
 from coreml_delegate.options.lowering_options import CompileOptions
@@ -125,7 +125,7 @@ def test_a_program_without_islands_is_converted_once(monkeypatch: pytest.MonkeyP
         conversions.append(True)
         return build_files(*arguments, **keywords)
 
-    monkeypatch.setattr(proof, "build_files", counted)
+    monkeypatch.setattr(build, "build_files", counted)
     monkeypatch.setattr(backend, "build_files", counted)
     module = torch.nn.Linear(16, 4).eval()
     lowered = lower_unchecked(module, (torch.randn(2, 16),), compile_specs=AUTO)

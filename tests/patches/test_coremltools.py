@@ -20,7 +20,8 @@ import torch
 import tqdm
 
 from coreml_delegate import opaque_ops, ops
-from coreml_delegate.lowering import convert, fp16
+from coreml_delegate.lowering import build
+from coreml_delegate.mil.passes import fp32_islands
 from coreml_delegate.ops import mil_ops
 from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches import Patch, coremltools_errors, patched
@@ -150,7 +151,7 @@ def test_the_overflow_check_takes_memory() -> None:
     (op,) = program.functions["main"].find_ops(op_type="add")
     assert _peak_memory(lambda: checked.fp16_overflow(op)) > 3 * values.nbytes
     values[:] = 1e5
-    with patched(patches.OVERFLOW_CHECK.with_state(fp16.overflows)):
+    with patched(patches.OVERFLOW_CHECK.with_state(fp32_islands.overflows)):
         assert checked.fp16_overflow(op)
 
 
@@ -315,7 +316,7 @@ def test_coremltools_lacks_the_translations_that_we_have() -> None:
             return torch.ops.aten.prod.dim_int(x, 1, True)
 
     program = torch.export.export(Model(), (torch.ones(2, 3),)).run_decompositions({})
-    with convert.convert_program(program, CompileOptions()):
+    with build.convert_program(program, CompileOptions()):
         pass
     from coremltools.converters.mil.frontend.torch import torch_op_registry
 

@@ -21,6 +21,8 @@ zeros into NaN. Such values are clamped to the range of fp16.
 
 **Means** that are written as sums: see ``fp16_means``.
 
+**Digits** that fp16 lacks: see ``fp32_islands``.
+
 **Softplus** of numbers beyond about 10 is zero on the neural engine: apple/coremltools#2687. There
 ``log(1 + exp(x))`` is ``x`` in fp16.
 """
@@ -38,6 +40,7 @@ import numpy as np
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.compose.norms import SMALLEST_EPSILON, Norm
 from coreml_delegate.mil.passes.fp16_means import MEANS, centre_squares
+from coreml_delegate.mil.passes.fp32_islands import ops_in_fp32
 from coreml_delegate.mil.passes.matching import (
     MOVES,
     Selector,
@@ -50,6 +53,7 @@ from coreml_delegate.mil.passes.matching import (
     number_in,
     only_reader,
     operands,
+    remove_dead_code,
     replace,
     replace_operand,
     rewrite,
@@ -63,14 +67,20 @@ _SMALLEST_NORMAL = float(np.finfo(np.float16).smallest_normal)
 _LARGEST_GUARD = 1e-11  # epsilon of an rsqrt that only prevents division by zero; MIL's is 1e-12
 
 
-def keep_in_fp16_range(program: Any, may_cast: Selector) -> None:
-    """Rewrite norms, scores and masks so that values finite in fp32 are finite in fp16.
+def guard_fp16(program: Any, may_cast: Selector) -> Selector:
+    """Rewrite what fp16 would lose, and find the ops that have to stay in fp32.
 
     Args:
         program: A MIL program in fp32; edited in place.
-        may_cast: Returns whether an op will be cast to fp16; other ops keep their range.
+        may_cast: Returns whether an op may be cast to fp16; other ops keep their range.
+
+    Returns:
+        ``may_cast``, but false for the ops of ``fp32_islands``.
     """
     rewrite(program, [functools.partial(apply, may_cast=may_cast) for apply in _REWRITES])
+    remove_dead_code(program)  # what the rewrites have replaced
+    in_fp32 = ops_in_fp32(program, may_cast)
+    return lambda op: op not in in_fp32 and may_cast(op)
 
 
 # Norms and other roots of squares

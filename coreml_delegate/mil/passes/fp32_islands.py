@@ -14,6 +14,8 @@ of another carrier. Ends of chains:
 - **Bounds.** fp16 rounds 1 - 1e-7 to 1, where ``log(1 - x)`` is infinite, and 1e-12 to 6e-8.
 - **Deviations** of an input of the model from its mean, its first value or a constant: fp16 has
   multiples of 16 around 20,000. The cast of the input moves behind the difference.
+
+Coremltools itself keeps an op with a constant beyond 65504 in fp32; ``overflows`` is its check.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from coreml_delegate.mil.passes.matching import (
     operands,
     variables,
 )
+from coreml_delegate.patches.coremltools import INFINITE_FROM
 
 _SATURATING = frozenset({"sigmoid", "softmax", "tanh", "exp", "exp2", "erf"})
 """Ops with results that fp16 does not hold, as 1 - 1e-5, for operands that it holds."""
@@ -534,3 +537,23 @@ _RULES: tuple[Callable[[_Search, Any], None], ...] = (
     _keep_comparisons_with_infinity,
     _keep_deviations,
 )
+
+# Constants beyond fp16
+
+_CHUNK = 2**20  # elements of a constant that are examined at once
+
+
+def overflows(op: Any) -> bool:
+    """Return whether a MIL op has a constant with finite values beyond fp16."""
+    constants = (var for var in variables(op) if is_fp32(var) and made_by(var, "const"))
+    return any(_has_large_number(np.asarray(var.op.val.val)) for var in constants)
+
+
+def _has_large_number(values: np.ndarray[Any, Any]) -> bool:
+    # Buffered, because a constant may be transposed, and flattening it would copy it.
+    flags: Any = ["external_loop", "buffered", "zerosize_ok"]
+    for chunk in np.nditer(values, flags=flags, order="K", buffersize=_CHUNK):
+        magnitudes = np.abs(chunk)
+        if ((magnitudes > _LARGEST_OF_FP16) & (magnitudes < INFINITE_FROM)).any():
+            return True
+    return False

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from coreml_delegate.patches.third_party import coremltools
+
 Selector = Callable[[Any], bool]
 """Returns whether coremltools may cast a MIL op to fp16."""
 
@@ -40,6 +42,12 @@ def _rewrite(block: Any, rewrites: Sequence[Rewrite]) -> None:
         for op in list(block.operations):
             for inner in op.blocks:
                 _rewrite(inner, rewrites)
+
+
+def remove_dead_code(program: Any) -> None:
+    """Remove the ops of a MIL program whose results nothing reads."""
+    passes = coremltools().converters.mil.mil.passes.pass_registry.PASS_REGISTRY
+    passes["common::dead_code_elimination"](program)
 
 
 def replace(op: Any, new: Any) -> None:

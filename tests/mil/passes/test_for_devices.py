@@ -13,11 +13,10 @@ from support.mil import build, builder_program, features, main, serialized
 from support.tolerances import SQNR_FP32, sqnr_db
 
 from coreml_delegate.device_check import RULES, CheckedModel, Use, check
-from coreml_delegate.lowering.fp16 import remove_dead_code
 from coreml_delegate.mil.compose import mb
 from coreml_delegate.mil.passes import for_devices
 from coreml_delegate.mil.passes.for_devices import REWRITES, REWRITES_IN_FP32, is_smooth
-from coreml_delegate.mil.passes.matching import rewrite
+from coreml_delegate.mil.passes.matching import remove_dead_code, rewrite
 from coreml_delegate.runtime.engines.base import EngineOptions
 from coreml_delegate.runtime.engines.reference.engine import ReferenceEngine
 from coreml_delegate.runtime.mil.program import Program

@@ -13,7 +13,7 @@ import torch
 
 from coreml_delegate import graph
 from coreml_delegate.errors import ConversionError
-from coreml_delegate.lowering import convert
+from coreml_delegate.lowering.build import convert_mil, convert_program
 from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches import coremltools as coremltools_patches
 from coreml_delegate.patches import patched
@@ -60,7 +60,7 @@ def test_compressed_constants_are_traced_where_there_are_some(
 
         return program, {}
 
-    with convert.convert_mil(build, CompileOptions(deployment_target=Opset.iOS17)):
+    with convert_mil(build, CompileOptions(deployment_target=Opset.iOS17)):
         assert bool(traced) == is_compressed
 
 
@@ -107,7 +107,7 @@ def test_halves_are_written_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def package() -> dict[str, bytes]:
         program = torch.export.export(Products(), (torch.ones(2, 32),)).run_decompositions({})
-        with convert.convert_program(program, CompileOptions()) as conversion:
+        with convert_program(program, CompileOptions()) as conversion:
             return {
                 str(path.relative_to(conversion.package)): path.read_bytes()
                 for path in sorted(conversion.package.rglob("*.bin"))
@@ -122,7 +122,7 @@ def test_halves_are_written_uncopied(monkeypatch: pytest.MonkeyPatch) -> None:
 _FREES = """
 import resource
 from pathlib import Path
-from coreml_delegate.lowering import convert
+from coreml_delegate.lowering import build
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -133,7 +133,7 @@ blocks = [(bytearray(b"x" * 2**20), bytes(200_000)) for _ in range(60)]
 between = [small for _, small in blocks]
 blocks.clear()
 kept = resident()
-convert._return_freed_memory()
+build._return_freed_memory()
 print(kept - resident())
 """
 

@@ -1,4 +1,4 @@
-"""What coremltools reports while it converts: errors, log records and progress bars."""
+"""Reports of coremltools while it converts: errors, log records and progress bars."""
 
 from __future__ import annotations
 

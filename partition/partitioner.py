@@ -24,8 +24,12 @@ from coreml_delegate.opaque_ops.recorded_compression import warn_of_records
 from coreml_delegate.options.declaration import documented, options_of, takes
 from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition.branches import add_branch, branches_of
-from coreml_delegate.partition.options import PartitionerOptions
-from coreml_delegate.partition.partitioning import AtenNotes, Partitioning, transform
+from coreml_delegate.partition.partitioning import (
+    AtenNotes,
+    PartitionerOptions,
+    Partitioning,
+    transform,
+)
 from coreml_delegate.partition.precision import (
     calls_by_handle,
     fp32_constants_of,

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from executorch.exir.passes.remove_graph_asserts_pass import RemoveGraphAssertsPass
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import GraphModule, Node
 
-from coreml_delegate.lowering.build import cached_blob, check_translation
+from coreml_delegate.lowering.build import cached_blob, check_accepted, check_translation
 from coreml_delegate.lowering.contract import boundary_shapes
 from coreml_delegate.lowering.delegation_tags import tag_of
 from coreml_delegate.lowering.diagnostics import is_about_the_graph
+from coreml_delegate.lowering.multifunction import check_target
 from coreml_delegate.lowering.store import CachedBlob
-from coreml_delegate.lowering.trial import CallTrials
+from coreml_delegate.lowering.trial import ProgramTrials
 from coreml_delegate.opaque_ops import restore_refused
 from coreml_delegate.opaque_ops.compressed_weights import require_target, unwrap_tensor_subclasses
 from coreml_delegate.opaque_ops.control_flow import Lowered, protect_control_flow, with_constants
@@ -30,7 +32,7 @@ from coreml_delegate.ops.call import target_name
 from coreml_delegate.ops.constants import NO_INPUTS, Inputs
 from coreml_delegate.ops.flops import tensors_of
 from coreml_delegate.ops.integer_ranges import WideIntegers
-from coreml_delegate.options.lowering_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions, PartitionerKeywords
 from coreml_delegate.partition.grouping.decision import decide
 from coreml_delegate.partition.grouping.moved_calls import moved_calls
 from coreml_delegate.partition.grouping.mutable_buffers import (
@@ -38,11 +40,10 @@ from coreml_delegate.partition.grouping.mutable_buffers import (
     keep_initial_values,
     states_by_tag,
 )
-from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report import DelegationReport, describe
 from coreml_delegate.partition.undelegated import decompose_calls
 from coreml_delegate.partition.verdicts.cpu_kernels import is_composite, register_kernels
-from coreml_delegate.partition.verdicts.filters import NotedCalls, do_not_delegate
+from coreml_delegate.partition.verdicts.filters import Filters, NotedCalls, do_not_delegate
 from coreml_delegate.partition.verdicts.half_calls import refused_half_calls
 from coreml_delegate.partition.verdicts.operator_support import (
     is_preserved,
@@ -75,6 +76,8 @@ from coreml_delegate.transforms.half_precision import promote_half_to_fp32
 from coreml_delegate.transforms.row_major import keep_row_major
 from coreml_delegate.transforms.selections import compute_all_rows
 
+logger = logging.getLogger(__name__)
+
 _INTERFACE_TRANSFORMS = (name_values, drop_text_results, copy_written_inputs, drop_assertions)
 """Applied once to a program, before its control flow."""
 
@@ -96,6 +99,33 @@ Constants are folded before, in the dtypes of the model, and after, for dtypes w
 
 _LOCK = threading.RLock()
 """Held while a program is partitioned: all partitioners share the caches of verdicts and blobs."""
+
+
+class PartitionerOptions(PartitionerKeywords):
+    """The options of ``CoreMLPartitioner``, checked against coremltools and the known operators.
+
+    Raises:
+        OptionError: An invalid value, an unknown op, graph pass or MIL op, or options that exclude
+            each other.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_target(self.compiling)
+        self.compiling.check_compression()
+        check_accepted(self.compiling)
+        _ = self.filters
+
+    @cached_property
+    def filters(self) -> Filters:
+        """The user's filters."""
+        return Filters.of(
+            skip_ops=self.skip_ops_for_coreml_delegation,
+            only_ops=self.only_ops,
+            skip_modules=self.skip_modules,
+            only_modules=self.only_modules,
+            node_filter=self.node_filter,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +283,7 @@ class Partitioning:
         self._target = options.compiling.deployment_target
         self._notes = notes
         self._filters = options.filters.with_filter(notes.excluded)
-        self._trials = CallTrials(program, constants_inside=options.take_over_constant_data)
+        self._trials = ProgramTrials(program, constants_inside=options.take_over_constant_data)
         self._records_constants = records_constants
         self.compile_options: Mapping[str, CompileOptions] = {}
         self.blobs: Mapping[str, CachedBlob] = {}
@@ -374,7 +404,7 @@ class Partitioning:
         reasons: dict[Node, Reason] = {}
         blobs: dict[str, CachedBlob] = {}
         for tag, (subgraph, calls) in self._trials.partitions(tags).items():
-            options = options_by_tag[tag]
+            options, error = options_by_tag[tag], None
             boundary_shapes(subgraph, options)  # raises for every subgraph with such options
             try:
                 if self._trials.has_all_values:
@@ -383,10 +413,15 @@ class Partitioning:
                     )
                 else:
                     check_translation(subgraph, options)
-            except Exception as error:
-                if not is_about_the_graph(error):
+            except Exception as failure:
+                if not is_about_the_graph(failure):
                     raise
-                reasons |= self._trials.at_fault(subgraph, calls, error, options)
+                error = failure
+            if error is not None:
+                blamed = self._trials.at_fault(subgraph, calls, error, options)
+                names = ", ".join(node.name for node in blamed)
+                logger.info("partition %s does not convert because of %s: %s", tag, names, error)
+                reasons |= blamed
         # Release the blobs of the last round only now: this round has reused matching blobs.
         self.blobs = blobs
         return refuse_results(reasons)

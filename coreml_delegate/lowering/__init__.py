@@ -1,1 +1,1 @@
-"""From a subgraph to the files of its blob: ``build.build_files`` has the steps, in order."""
+"""From a subgraph to the files of its blob: ``build._lower`` has the steps, in order."""

@@ -444,7 +444,6 @@ def _keywords(ct: Any, options: CompileOptions, in_fp32: frozenset[int]) -> dict
         )
     target = options.deployment_target
     return {
-        "source": "pytorch",
         "convert_to": "mlprogram",
         "minimum_deployment_target": None if target is None else ct.target(int(target)),
         "compute_units": ct.ComputeUnit[options.compute_unit.name],

@@ -25,7 +25,10 @@ from coreml_delegate.patches.third_party import describe_error, quiet_import
 
 @contextmanager
 def conversion_errors(source: str = "pytorch") -> Generator[None]:
-    """Raise coremltools' errors as ``ConversionError``, with the node being translated."""
+    """Raise coremltools' errors as ``ConversionError``, with the node being translated.
+
+    Errors of this machine, as a full disk, are raised as ``LoweringError``.
+    """
     failed_nodes: list[str] = []
     try:
         with patched(coremltools_patches.RECORD_FAILURE.with_state(failed_nodes)):

@@ -72,7 +72,7 @@ def _is_covered(node: Node, patterns: Iterable[ModulePattern]) -> bool:
     return any(pattern.covers(scopes) for pattern in patterns)
 
 
-# Constants that fp16 rounds
+# The cast
 
 
 @contextmanager

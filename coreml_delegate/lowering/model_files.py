@@ -32,7 +32,8 @@ class Conversion:
 
     Attributes:
         spec: The ``Model`` message.
-        package: The mlpackage on disk; it is removed at the end of ``build.convert_program``.
+        package: The mlpackage on disk, until the block of ``build.convert_program`` or
+            ``build.convert_mil`` ends.
         compiled: The mlmodelc on disk, with ``ModelType.COMPILED_MODEL`` only.
         calls: Number of the call that an operation was translated from, by its first output.
         fp32_constants: Constants that fp16 rounds, by name: those that are stored, or all; None if

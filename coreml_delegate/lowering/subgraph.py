@@ -2,7 +2,7 @@
 
 The calls keep their arguments; an outer value becomes an input or a constant. If the values of
 constants are not at hand, because ExecuTorch passes partitioners fake tensors, zeros of the same
-shape and dtype that take no memory replace them.
+shape and dtype that take no memory replace them; ``real_values`` finds the values that exist.
 """
 
 from __future__ import annotations
@@ -68,6 +68,33 @@ def without_memory(value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, torch.nn.Parameter):
         return torch.nn.Parameter(zeros, requires_grad=False)
     return zeros
+
+
+def real_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the real tensors that fake tensors were made from, as far as they still exist.
+
+    ``to_backend`` makes the fake state of a program from its real state, and torch's fake mode maps
+    each real tensor to its fake tensor, by weak references. Without them, values are missing.
+
+    Args:
+        tensors: By name; real tensors are returned unchanged.
+
+    Returns:
+        Real tensors by the same names, without missing tensors.
+    """
+    real_tensors: dict[str, torch.Tensor] = {}
+    modes: dict[int, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, FakeTensor):
+            real_tensors[name] = tensor
+            continue
+        mode = tensor.fake_mode
+        if id(mode) not in modes:
+            modes[id(mode)] = real_by_fake(mode)
+        real = modes[id(mode)].get(id(tensor))
+        if real is not None and real.shape == tensor.shape and real.dtype == tensor.dtype:
+            real_tensors[name] = real
+    return real_tensors
 
 
 def call_of(node: Node) -> Node:
@@ -196,30 +223,3 @@ class _Builder:
         else:
             spec = InputSpec(InputKind.USER_INPUT, SymIntArgument(node.name), None)
         self._inputs.append(spec)
-
-
-def real_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the real tensors that fake tensors were made from, as far as they still exist.
-
-    ``to_backend`` makes the fake state of a program from its real state, and torch's fake mode maps
-    each real tensor to its fake tensor, by weak references. Without them, values are missing.
-
-    Args:
-        tensors: By name; real tensors are returned unchanged.
-
-    Returns:
-        Real tensors by the same names, without missing tensors.
-    """
-    real_tensors: dict[str, torch.Tensor] = {}
-    modes: dict[int, dict[int, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, FakeTensor):
-            real_tensors[name] = tensor
-            continue
-        mode = tensor.fake_mode
-        if id(mode) not in modes:
-            modes[id(mode)] = real_by_fake(mode)
-        real = modes[id(mode)].get(id(tensor))
-        if real is not None and real.shape == tensor.shape and real.dtype == tensor.dtype:
-            real_tensors[name] = real
-    return real_tensors

@@ -196,8 +196,8 @@ def message_of(error: Exception) -> str:
 # Trials of one program
 
 
-class CallTrials:
-    """The trials of one program's calls.
+class ProgramTrials:
+    """The trials of one program: of its calls, and of its partitions if they do not convert.
 
     Args:
         program: In ATen or edge dialect; its parameters and buffers may be fake.
@@ -205,10 +205,16 @@ class CallTrials:
 
     Attributes:
         values: Real values of parameters and buffers by name, as far as they are at hand.
+        has_all_values: Whether partitions can be converted; without values, they are only
+            translated.
     """
 
     def __init__(self, program: ExportedProgram, *, constants_inside: bool = True) -> None:
         self.values: Mapping[str, torch.Tensor] = real_values(program.state_dict)
+        self.has_all_values = not any(
+            isinstance(self.values.get(key, value), FakeTensor)
+            for key, value in program.state_dict.items()
+        )
         self._program = program
         self._constants = {
             node: without_memory(self.values.get(key, node.meta["val"] if value is None else value))
@@ -247,14 +253,6 @@ class CallTrials:
         """Return the oldest opset at which a call was translated."""
         return self._since.get(call, Opset.iOS15)
 
-    @property
-    def has_all_values(self) -> bool:
-        """Whether partitions can be converted; without values, they are only translated."""
-        return not any(
-            isinstance(self.values.get(key, value), FakeTensor)
-            for key, value in self._program.state_dict.items()
-        )
-
     def partitions(self, tags: Sequence[str]) -> dict[str, tuple[ExportedProgram, dict[str, Node]]]:
         """Return the partitions of the tagged program, with their calls in it by name."""
         nodes = {node.name: node for node in self._program.graph.nodes}
@@ -291,8 +289,6 @@ class CallTrials:
         """
         blamed = blamed_call(partition, calls, error)
         blamed_calls = self._search(list(calls.values()), options) if blamed is None else [blamed]
-        names = ", ".join(node.name for node in blamed_calls)
-        logger.info("a partition does not convert because of %s: %s", names, error)
         text = f"the partition does not convert with it: {message_of(error)}"
         return {node: Reason(ReasonCode.CONVERSION, text) for node in blamed_calls}
 
@@ -355,6 +351,9 @@ def _describe(value: Any, constants: Mapping[Node, torch.Tensor]) -> str:
 
 def _tensor(value: torch.Tensor) -> str:
     return f"{value.dtype}[{', '.join(str(size) for size in value.shape)}]"
+
+
+# Verdicts on disk
 
 
 def _encode(verdicts: Mapping[str, Verdict]) -> dict[str, tuple[int | None, str]]:

@@ -137,7 +137,7 @@ def checked_specs(specs: Iterable[CompileSpec]) -> Sequence[CompileSpec]:
     return cast("Sequence[CompileSpec]", specs)
 
 
-def text_of(name: str, value: bytes) -> str:
+def decoded_text(name: str, value: bytes) -> str:
     """Return the text of a compile spec.
 
     Raises:

@@ -37,9 +37,9 @@ from coreml_delegate.options.compile_specs import (
     Precision,
     WeightSharing,
     checked_specs,
+    decoded_text,
     enum_form,
     json_form,
-    text_of,
 )
 from coreml_delegate.options.declaration import (
     Argument,
@@ -252,10 +252,10 @@ class CompileOptions:
         # Importing exir takes seconds, and reading options does not need it.
         from executorch.exir.backend.compile_spec_schema import CompileSpec
 
-        texts = ((form.key, self._text_of(name)) for name, form in _SPECS.items())
+        texts = ((form.key, self._encoded(name)) for name, form in _SPECS.items())
         return [CompileSpec(OwnKey(key), text.encode()) for key, text in texts if text is not None]
 
-    def _text_of(self, name: str) -> str | None:
+    def _encoded(self, name: str) -> str | None:
         value, form = getattr(self, name), _SPECS[name]
         try:
             return form.encode(value)
@@ -314,7 +314,7 @@ class CompileOptions:
             if name in values:
                 raise OptionError("compile spec given twice", got=repr(key))
             where = f"compile spec {key!r}"
-            values[name] = _SPECS[name].decode(where, text_of(where, value))
+            values[name] = _SPECS[name].decode(where, decoded_text(where, value))
         return cls(**values)
 
 
@@ -328,7 +328,6 @@ _OPERATORS = or_none(list_of("operator names", str))
 _MODULES = or_none(list_of("paths and classes of modules"))
 _PREDICATE = or_none(function("a node of the graph"))
 
-
 MIN_SQNR_DB = 40.0
 """Default ratio of signal to error, in dB, that the outputs of a program in fp16 have to reach."""
 
@@ -337,8 +336,8 @@ def _is_set(value: object) -> bool:
     return value is not None
 
 
-def _names(flag: str) -> Argument:
-    return Argument(flag, metavar="NAME", is_repeatable=True)
+def _names(argument: str) -> Argument:
+    return Argument(argument, metavar="NAME", is_repeatable=True)
 
 
 @option_class(kw_only=True, slots=False)
@@ -493,6 +492,35 @@ class PartitionerKeywords:
     def measures_precision(self) -> bool:
         """Whether a measurement decides which calls compute in fp32."""
         return self.compiling.precision is Precision.AUTO
+
+    @property
+    def demands_everything(self) -> bool:
+        """Whether an undelegated call is an error."""
+        return self.lower_full_graph or self.strict
+
+    @property
+    def moves_calls(self) -> bool:
+        """Whether calls that the neural engine does not run move to the CPU."""
+        return self.compiling.device is Device.NEURAL_ENGINE and not self.demands_everything
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the n-th partitions of all methods have to become one model."""
+        return self.compiling.weight_sharing is WeightSharing.POSITIONAL
+
+    def in_fp16(self, in_fp32: Collection[str] = ()) -> Self:
+        """Return the options with fp16 for precision ``auto``, and these calls in fp32."""
+        keep_fp32 = self.keep_fp32
+
+        def is_kept(node: Node) -> bool:
+            return node.name in in_fp32 or (keep_fp32 is not None and keep_fp32(node))
+
+        return replace(
+            self,
+            compile_specs=replace(self.compiling, precision=Precision.FLOAT16).to_specs(),
+            keep_fp32=is_kept if in_fp32 else keep_fp32,
+            precision_data=None,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for ``pickle``; name the option that cannot be pickled.

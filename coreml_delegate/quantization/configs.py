@@ -90,7 +90,8 @@ def compile_keywords(assignment: QuantizationAssignment, target: Opset | None) -
 
     Args:
         assignment: How the model is quantized.
-        target: The user's deployment target; None for the oldest that the quantization allows.
+        target: The user's deployment target; None for the oldest that model and quantization
+            allow.
     """
     mode = assignment.mode
     keywords: dict[str, Any] = {

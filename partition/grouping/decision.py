@@ -17,12 +17,11 @@ from coreml_delegate.ops.boundary import shared_across_partitions
 from coreml_delegate.ops.call import DECOMPRESS, target_name
 from coreml_delegate.ops.constants import stored_nodes
 from coreml_delegate.options.compile_specs import Precision
-from coreml_delegate.options.lowering_options import CompileOptions
+from coreml_delegate.options.lowering_options import CompileOptions, PartitionerKeywords
 from coreml_delegate.partition.grouping.moved_calls import trifles
 from coreml_delegate.partition.grouping.mutable_buffers import obstacle_to_all_states, tag_states
 from coreml_delegate.partition.grouping.stages import Group, cut, group_calls
 from coreml_delegate.partition.grouping.symbolic_sizes import stranded_sizes
-from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.verdicts.parts import is_part
 from coreml_delegate.patches.torch import set_parts
 from coreml_delegate.targets import LARGEST_WEIGHTS
@@ -52,7 +51,7 @@ class Decision:
 def decide(
     program: ExportedProgram,
     refused: Mapping[Node, Reason],
-    options: PartitionerOptions,
+    options: PartitionerKeywords,
     *,
     confirm: Confirm,
     prefix: str = "",
@@ -157,7 +156,7 @@ def _tag_groups(program: ExportedProgram, groups: Sequence[Group], prefix: str) 
 
 
 def _select(
-    groups: Sequence[Group], options: PartitionerOptions
+    groups: Sequence[Group], options: PartitionerKeywords
 ) -> tuple[list[Group], dict[Node, Reason]]:
     """Select groups within the user's limits on partitions.
 

@@ -23,7 +23,7 @@ from coreml_delegate.errors import ContractError
 from coreml_delegate.lowering.delegation_tags import set_tag, tag_of
 from coreml_delegate.lowering.states import STATE_DTYPES, largest_integer
 from coreml_delegate.ops.call import target_name
-from coreml_delegate.partition.options import PartitionerOptions
+from coreml_delegate.options.lowering_options import PartitionerKeywords
 from coreml_delegate.targets import STATE_OPSET, Opset
 
 # Metadata that ExecuTorch's emitter reads, and its InitializedMutableBufferPass sets.
@@ -111,7 +111,7 @@ def check_state_target(program: ExportedProgram, target: Opset | None) -> None:
         )
 
 
-def obstacle_to_all_states(program: ExportedProgram, options: PartitionerOptions) -> str | None:
+def obstacle_to_all_states(program: ExportedProgram, options: PartitionerKeywords) -> str | None:
     """Return why no mutable buffer of a program becomes a state, or None."""
     if not options.take_over_mutable_buffer:
         return NOT_REQUESTED
@@ -122,7 +122,7 @@ def obstacle_to_all_states(program: ExportedProgram, options: PartitionerOptions
     return _MIXED if any(are_fixed) and not all(are_fixed) else None
 
 
-def obstacles_to_states(program: ExportedProgram, options: PartitionerOptions) -> dict[str, str]:
+def obstacles_to_states(program: ExportedProgram, options: PartitionerKeywords) -> dict[str, str]:
     """Return why mutable buffers of a tagged program are no states, by name.
 
     Args:

@@ -23,11 +23,12 @@ from coreml_delegate.lowering.contract import (
 )
 from coreml_delegate.lowering.debug_handles import HANDLE
 from coreml_delegate.lowering.delegation_tags import tag_of
-from coreml_delegate.lowering.trial import CallTrials
+from coreml_delegate.lowering.trial import ProgramTrials
 from coreml_delegate.ops import Reason, ReasonCode, flops_of, record_of, required_opset
 from coreml_delegate.ops.call import OpCall, target_name
 from coreml_delegate.ops.constants import noted_folds, stored_nodes
 from coreml_delegate.ops.flops import bytes_of, tensors_of
+from coreml_delegate.options.lowering_options import PartitionerKeywords
 from coreml_delegate.partition.grouping.decision import Decision
 from coreml_delegate.partition.grouping.mutable_buffers import (
     mutable_buffers,
@@ -35,7 +36,6 @@ from coreml_delegate.partition.grouping.mutable_buffers import (
     states_by_tag,
 )
 from coreml_delegate.partition.grouping.stages import Group, count_groups
-from coreml_delegate.partition.options import PartitionerOptions
 from coreml_delegate.partition.report.delegation import DelegationReport
 from coreml_delegate.partition.report.records import (
     BufferReport,
@@ -64,8 +64,8 @@ _BY_USER = _BEYOND_LIMITS | {ReasonCode.SKIPPED}
 def describe(
     program: ExportedProgram,
     decision: Decision,
-    options: PartitionerOptions,
-    trials: CallTrials,
+    options: PartitionerKeywords,
+    trials: ProgramTrials,
 ) -> DelegationReport:
     """Return the report on a program.
 
@@ -73,7 +73,7 @@ def describe(
         program: In edge dialect, tagged, data included.
         decision: Its partitions and refused calls.
         options: The partitioner's.
-        trials: The trials of its calls.
+        trials: The trials of the program.
     """
     constants = stored_nodes(program)
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
@@ -103,7 +103,7 @@ def describe(
 
 
 def _buffers(
-    program: ExportedProgram, values: Mapping[str, torch.Tensor], options: PartitionerOptions
+    program: ExportedProgram, values: Mapping[str, torch.Tensor], options: PartitionerKeywords
 ) -> Iterator[BufferReport]:
     reasons = obstacles_to_states(program, options)
     for buffer in mutable_buffers(program):
@@ -178,8 +178,8 @@ class _Partitions:
     """
 
     program: ExportedProgram
-    options: PartitionerOptions
-    trials: CallTrials
+    options: PartitionerKeywords
+    trials: ProgramTrials
     inside: Collection[Node]
     states: Mapping[str, Mapping[Node, Node]]
 

@@ -94,11 +94,9 @@ def _by_mode(name: str, mode_name: str | None) -> Row:
         return _row(name, source, {})
     mode = mode_of(mode_name)
     samples = [[batch] for batch in data.train.split(BATCH)[:6]]
-    quantized = quantize_model(source, QuantizationAssignment(mode), samples).source
-    keywords = compile_keywords(mode)
-    if mode.lowering_target is not None:
-        keywords["minimum_deployment_target"] = mode.lowering_target
-    return _row(name, quantized, keywords)
+    assignment = QuantizationAssignment(mode)
+    quantized = quantize_model(source, assignment, samples).source
+    return _row(name, quantized, compile_keywords(assignment, None))
 
 
 def _trained() -> Row:

@@ -25,7 +25,7 @@ from coreml_delegate import CoreMLBackend, CoreMLPartitioner
 from coreml_delegate.errors import LoweringError, UnsupportedOperatorError
 from coreml_delegate.formats.entry_cache import CacheOptions, EntryCache
 from coreml_delegate.lowering import store
-from coreml_delegate.lowering.trial import TRIALS, CallTrials, Trials
+from coreml_delegate.lowering.trial import TRIALS, ProgramTrials, Trials
 from coreml_delegate.ops import ReasonCode
 from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.patches.third_party import coremltools
@@ -242,8 +242,8 @@ def test_calls_outside_are_not_blamed_for_a_partition_that_fails(
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sigmoid(torch.tanh(torch.asinh(x)) * 2.0)
 
-    confirm = _at_most(5, CallTrials.partitions)
-    monkeypatch.setattr(CallTrials, "partitions", confirm)
+    cut = _at_most(5, ProgramTrials.partitions)
+    monkeypatch.setattr(ProgramTrials, "partitions", cut)
     for op in ("aten.asinh", "aten.tanh"):
         fail_as_a_whole(monkeypatch, op)
     lowered = lower(BehindTheCpu(), INPUTS, skip_ops_for_coreml_delegation=["aten.asinh.default"])

@@ -44,7 +44,7 @@ from coreml_delegate.lowering.store import fingerprint
 from coreml_delegate.ops import Reason, ReasonCode
 from coreml_delegate.options.lowering_options import CompileOptions
 from coreml_delegate.partition.grouping.decision import decide
-from coreml_delegate.partition.options import PartitionerOptions
+from coreml_delegate.partition.partitioning import PartitionerOptions
 from coreml_delegate.partition.verdicts.parts import refuse_results
 
 pytestmark = pytest.mark.property

@@ -10,6 +10,7 @@ import torch
 from support.quantization import LinearQuantizerConfig
 
 from coreml_delegate.errors import OptionError
+from coreml_delegate.options.weight_compression import OPTION
 from coreml_delegate.quantization import FORMS, Method, QuantizationAssignment, mode_of
 from coreml_delegate.quantization.configs import (
     compile_keywords,
@@ -28,14 +29,15 @@ def test_every_mode_has_a_configuration_of_one_method(form):
     name = form.replace("N", number).replace("M", "16")
     mode = mode_of(name)
     assert mode.name == name
+    keywords = compile_keywords(QuantizationAssignment(mode), None)
     made = {
         Method.PT2E: lambda: read_config(linear_quantizer_config(mode)),
         Method.MODULES: lambda: torchao_config(mode),
-        Method.CONVERSION: lambda: compile_keywords(mode),
+        Method.CONVERSION: lambda: keywords[OPTION],
     }
     assert made[mode.method]()
     if mode.method is not Method.CONVERSION:
-        assert compile_keywords(mode) == {}
+        assert keywords == {"minimum_deployment_target": mode.lowering_target}
     if mode.relief is not None:
         assert mode_of(mode.relief).method is mode.method
         assert mode_of(mode.relief).bits >= mode.bits

@@ -1,7 +1,7 @@
 """Rewrites of an fp32 program so that values finite in fp32 stay finite in fp16 (maximum 65504).
 
 The pass runs directly before coremltools casts a program to fp16, for PyTorch, built graphs,
-StableHLO and JAX. It leaves the ops alone that stay in fp32.
+StableHLO and JAX. It leaves the ops alone that stay in fp32, and adds ops to them.
 
 **Norms** square numbers, which overflows from 256 on: pytorch/executorch#19523,
 facebookresearch/ConvNeXt#80. ``x / sqrt(mean(x ** 2) + epsilon)`` becomes MIL's ``layer_norm`` of

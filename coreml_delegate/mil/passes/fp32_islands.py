@@ -15,7 +15,7 @@ of another carrier. Ends of chains:
 - **Deviations** of an input of the model from its mean, its first value or a constant: fp16 has
   multiples of 16 around 20,000. The cast of the input moves behind the difference.
 
-Coremltools itself keeps an op with a constant beyond 65504 in fp32; ``overflows`` is its check.
+Coremltools keeps an op with a constant beyond 65504 in fp32; ``overflows`` replaces its check.
 """
 
 from __future__ import annotations

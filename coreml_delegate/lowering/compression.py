@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
+
+from threadpoolctl import threadpool_limits
 
 from coreml_delegate.errors import OptionError
 from coreml_delegate.options.lowering_options import CompileOptions
@@ -15,6 +19,7 @@ from coreml_delegate.options.weight_compression import (
     LINEAR,
     LINEAR_OPTION,
     OPTION,
+    PALETTE,
     Stage,
     config_of,
     configs_in,
@@ -76,8 +81,24 @@ def _compress(
     names = {**(stage.get("op_name_configs") or {}), **_shared_weights(model, stage, option)}
     config = _config(optimize, {**stage, "op_name_configs": names}, option)
     scaled = any(c.get("enable_per_channel_scale") for _, c in configs_in(stage))
-    with patched(*(PALETTES_WITH_SCALES if scaled else ())):
+    with (
+        _one_thread() if kind == PALETTE else nullcontext(),
+        patched(*(PALETTES_WITH_SCALES if scaled else ())),
+    ):
         return apply(model, config=config, **keywords)
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Compute on one thread.
+
+    The k-means of scikit-learn, which coremltools uses for weights in fp32 and for small weights,
+    adds the sums of its threads: the bytes of a table would depend on their number.
+    """
+    with suppress(ImportError):  # coremltools says what is missing, if it needs it
+        importlib.import_module("sklearn.cluster")  # has the library whose threads are limited
+    with threadpool_limits(1, user_api="openmp"):
+        yield
 
 
 def _shared_weights(model: Any, stage: Stage, option: str) -> dict[str, Mapping[str, Any] | None]:

@@ -14,6 +14,7 @@ from executorch.exir.backend.compile_spec_schema import CompileSpec
 from support.compressed import stored_sizes
 from support.lowering import build_blob, fp32_specs, lower
 from support.partitioned import delegate_functions
+from threadpoolctl import threadpool_limits
 from torch import nn
 
 from coreml_delegate import CompileOptions, CoreMLBackend, CoreMLPartitioner, runtime
@@ -399,13 +400,29 @@ for config in (
 """
 
 
+def test_palettes_do_not_depend_on_the_number_of_threads(monkeypatch):
+    monkeypatch.setenv("COREML_DELEGATE_COMPILED_CACHE", "off")
+    torch.manual_seed(0)
+    # About one of four tables of this size differs by a bit between one and two threads.
+    layers = [layer for _ in range(8) for layer in (nn.Linear(88, 24), nn.Linear(24, 88))]
+    specs = CoreMLBackend.generate_compile_specs(
+        weight_compression=_stage("Palettizer", mode="kmeans", nbits=6)
+    )
+
+    def pte(threads):
+        with threadpool_limits(threads, user_api="openmp"):
+            return lower(nn.Sequential(*layers), (torch.ones(2, 88),), compile_specs=specs).pte
+
+    assert pte(1) == pte(2)
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("reproducible")
 def test_two_processes_write_equal_bytes():
     def export(seed):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", _EXPORT],
-            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+            env=os.environ | {"PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": str(seed)},
             capture_output=True,
             text=True,
             check=False,

@@ -1,21 +1,6 @@
-"""Compile specs: types of their values, and their wire format.
+"""Compile specs: types of their values, and their encoding.
 
-Wire format, one ``CompileSpec(key, value)`` each, all values UTF-8::
-
-    compute_units               cpu_only | cpu_and_gpu | cpu_and_ne | all   (read on device)
-    min_deployment_target       specification version as decimal, empty for none
-    model_compute_precision     float16 | float32 (auto until a partitioner has chosen)
-    model_type                  model | compiled_model
-    enumerated_shapes           JSON list, see ``dynamic_shapes.enumerated`` (optional)
-    op_linear_quantizer_config  JSON object (optional)
-    weight_compression          JSON list of objects, see ``options.weight_compression`` (optional)
-    keep_fp32                   JSON object: lists "ops", "modules", "nodes" (optional)
-    pass_pipeline               JSON list of pass names (optional)
-    multimethod_weight_sharing_strategy  positional | disabled (optional)
-    device                      neural-engine | gpu | cpu (optional)
-
-The oldest documents have the compute units ``cpu``, ``gpu``, ``ane``, which are read, but not
-written. Source: ExecuTorch 1.5, Core ML backend documents and ``coreml_preprocess``.
+The wire format is listed in ``lowering_options``, beside the declarations.
 """
 
 from __future__ import annotations
